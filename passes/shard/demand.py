@@ -156,6 +156,8 @@ class Demand:
                 heads = self._heads(node, axes)
                 if heads.count < heads.size:
                     self.pull(operand, heads)
+                    for sinks in filter(weight_name, node.all_input_nodes):  # a score of each head
+                        self.wanted[sinks] = replace(heads, dim=0)
         for node in gm.graph.nodes:
             given, product = over_cache(node), product_of(node)
             if table_of(node) is not None:

@@ -16,6 +16,7 @@ import transformers as T
 from budgets import attention_nbytes
 from on_ranks import Nursery
 from selection import ALL, at_length, covering
+from small_experts import small_config
 
 import forebay
 from forebay.rewriter.checkpoints.quantize import Wish, quantize_model
@@ -61,6 +62,7 @@ DEEP = {"deep llama": lambda: families.llama(4), "deep opt": lambda: families.op
         "deep gpt_neox": lambda: families.gpt_neox(4), "deep bigcode": deep_bigcode}
 KINDS = {**families.FAMILIES, "bigcode": families.bigcode, "gptj": families.gptj, "cohere": families.cohere,
          "bloom": families.bloom, "uneven": wide_llama, **DEEP, "qwen3_moe": qwen3_moe, "deepseek_v3": deepseek_v3,
+         "gpt_oss": lambda: small_config("gpt_oss", num_hidden_layers=2, sliding_window=6, vocab_size=families.VOCAB),
          "lfm2": lambda: recurrent("lfm2", layer_types=["conv", "full_attention"], block_auto_adjust_ff_dim=False),
          "mamba2": lambda: recurrent("mamba2", state_size=16, num_heads=8, head_dim=16, n_groups=2),
          "qwen3_next": lambda: recurrent(
@@ -167,7 +169,7 @@ def _expected(case: Case) -> list[list[int]]:
 
 STAGES = {"mesh": {"stages": 2}}
 TWO = [Case("llama"), Case("opt"), Case("gpt_neox"), Case("bigcode"), Case("uneven"), Case("gpt2"), Case("phi3"),
-       Case("gptj"), Case("cohere"), Case("bloom"), Case("qwen3_moe"),
+       Case("gptj"), Case("cohere"), Case("bloom"), Case("qwen3_moe"), Case("gpt_oss"),
        Case("deepseek_v3", {"expand_latents": True}),
        Case("qwen3_moe", {"expert_slots": 2}, share=350_000), Case("qwen3_moe", {"mesh": {"stages": 2}}),
        Case("llama", {"cache_tier": "disk", "micro_batches": 3}), Case("opt", {"batch_slots": 2}),
