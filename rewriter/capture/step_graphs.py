@@ -139,7 +139,7 @@ def step_graphs(
                       cache_format=format_of_rows(captured.states),
                       batching=batching,
                       pageable=all(spec.pageable for states in captured.states for spec in states),
-                      rewindable=rewindable(captured.states), latents=_keeps_latents(captured),
+                      rewindable=captured.moves_back and rewindable(captured.states), latents=_keeps_latents(captured),
                       expands=_expands(captured),
                       activations=captured.rounded_to, dtype=str(captured.dtype)[6:],
                       gathers=captured.prefill is not None,

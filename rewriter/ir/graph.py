@@ -173,6 +173,7 @@ class CapturedModel:
     prefill: CapturedModel | None = None  # whose steps over several tokens take the place of this one's
     activations: str = "native"  # that packed weights meet: as they are, or rounded to bf16 or int8
     kept_as: str = ""  # the name of its graphs in the cache folder; "": they are not kept
+    moves_back: bool = True  # whether states of other stages are rewindable too, so that all may take tokens again
 
     @property
     def rounded_to(self) -> str:

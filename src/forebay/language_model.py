@@ -194,7 +194,7 @@ class LanguageModel(SessionCalls, TakesTurns, ScoringCalls, TraceCalls, NnModule
                 agreed, partial(self.steps.pipeline.program, plan),  # without `self`: no cycle keeps the memory
                 resident_copies(plan, self.files), captured.constants, device, self.trace,
                 self.steps.pipeline.growth(plan), captured.gives == "all", captured.rope_switch_length,
-                self.shared_draft, rewindable(captured.states), captured.adapters)
+                self.shared_draft, captured.moves_back and rewindable(captured.states), captured.adapters)
             if self.prefixes is not None:
                 self.prefixes.open()
                 reuse_prefixes(self._session, captured.states, self.prefixes, self.prefix_identity.digest())

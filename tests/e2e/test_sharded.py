@@ -207,7 +207,7 @@ FOUR += [Case(kind, AHEAD, share=500_000) for kind in ("llama", "gpt_neox", "gpt
 FOUR += [Case("opt", {"mesh": f"{WIDE_OWN['mesh']},chunks=2/1,gather_chunks=2/1"}, share=500_000),
          Case("uneven", {"mesh": f"{WIDE['mesh']},gather_chunks=3/1"}, share=500_000),
          Case("opt", {"mesh": f"{WIDE['mesh']},gather_chunks=2"})]
-TWO += [Case("lfm2", share=500_000), Case("qwen3_next", STAGES, share=500_000)]
+TWO += [Case("lfm2", share=500_000), Case("qwen3_next", STAGES | {"prefill_chunk": 4}, share=500_000)]
 FOUR += [Case("lfm2", {"mesh": "stages=2,tensor=2"}, share=500_000)]
 EIGHT = [Case("bigcode", {"mesh": "stages=2,tensor=2x2,layout=2d,attention=batch"})]
 MORE = [Case(kind, share=500_000) for kind in (
