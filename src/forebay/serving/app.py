@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import time
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ BODY_S = 30.0  # for its body
 SEND_S = 60.0  # for a client to take what it is sent, until it counts as gone
 OPEN = (*FILES, "/health")  # answered without the key
 MOST_CONNECTIONS = 1024  # open at once, and requests under way
+ROOM_S = 0.5  # for a request to end whose connection was closed to make room
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,7 @@ class _Guard:
         self.app, self.options, self.metrics = app, options, metrics
         self._key = options.api_key.encode() if options.api_key is not None else None
         self._under_way = 0
+        self._ended = asyncio.Event()  # a request, since somebody looked
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -124,6 +127,8 @@ class _Guard:
             await send(message)
 
         refusal = self._refusal(headers, path)
+        if refusal is None and path not in OPEN and not await self._finds_room():
+            refusal = Refusal(503, f"{self._under_way} requests are under way; try again later")
         if refusal is not None:
             await _refused(HttpRequest(scope), refusal)(scope, receive, counted)
             return
@@ -136,6 +141,16 @@ class _Guard:
             await _refused(HttpRequest(scope), Refusal(503, STOPPING))(scope, receive, counted)
         finally:
             self._under_way -= 1
+            self._ended.set()
+
+    async def _finds_room(self) -> bool:
+        """Wait for room: a request whose connection was closed to make some ends a little later."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(ROOM_S):
+                while self._under_way >= self.options.most_connections:
+                    self._ended.clear()
+                    await self._ended.wait()
+        return self._under_way < self.options.most_connections
 
     def _refusal(self, headers: dict[bytes, bytes], path: str) -> Refusal | None:
         hosts = self.options.hosts
@@ -146,8 +161,6 @@ class _Guard:
             key = key.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")  # Anthropic's
             if not hmac.compare_digest(key, self._key):
                 return Refusal(401, "send the server's key, as Authorization: Bearer KEY", code="invalid_api_key")
-        if self._under_way >= self.options.most_connections and path not in OPEN:
-            return Refusal(503, f"{self._under_way} requests are under way; try again later")
         return None
 
 
