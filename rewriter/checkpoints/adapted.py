@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,10 +19,11 @@ from forebay.rewriter.checkpoints.checkpoint import Checkpoint, fingerprint_of, 
 from forebay.rewriter.checkpoints.config import TEMPLATES
 from forebay.rewriter.checkpoints.identity import TOKENIZER_FILES, file_state
 from forebay.rewriter.checkpoints.lora_tensors import LoraTensor
+from forebay.rewriter.checkpoints.new_folder import new_folder
 from forebay.rewriter.checkpoints.packed import MANIFEST
-from forebay.rewriter.checkpoints.packed_writer import copy_model_files, sync_folder, write_json
+from forebay.rewriter.checkpoints.packed_writer import copy_model_files, write_json
 from forebay.rewriter.checkpoints.records import AddedTensors, CheckpointError
-from forebay.rewriter.checkpoints.write_tensors import write_tensors
+from forebay.rewriter.checkpoints.write_tensors import write_new_tensors
 from forebay.rewriter.ir.files import read_input
 
 ADAPTED, TENSORS = "adapted.json", "adapter.safetensors"
@@ -78,27 +77,17 @@ def with_adapters(folder: Path, made: MadeOf, base: Checkpoint) -> Checkpoint:
 def write_adapted(made: MadeOf, tensors: Sequence[LoraTensor], out: Path) -> None:
     """Write the folder `out` of an adapted model; it appears by one rename once everything is on disk. The tokenizer is
     that of an adapter which serves all requests, where it brings one."""
-    partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".partial", dir=out.parent))
-    try:
+    with new_folder(out) as partial:
         copy_model_files(made.base, partial)
         (partial / MANIFEST).unlink(missing_ok=True)  # of the base's weights
         alone = made.adapters.get("")
         if alone is not None and any((alone / name).is_file() for name in TOKENIZER):
             _take_tokenizer(alone, partial)
         read = {tensor.name: tensor.read for tensor in tensors}
-        fd = os.open(partial / TENSORS, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-        try:
-            write_tensors(fd, out.parent, [(each.name, each.dtype, each.shape) for each in tensors],
+        write_new_tensors(partial / TENSORS, [(each.name, each.dtype, each.shape) for each in tensors],
                           lambda name: read[name]())
-        finally:
-            os.close(fd)
         write_json(partial / ADAPTED, {"base": str(made.base.absolute()), "columns": made.columns, "adapters": {
             name: str(folder.absolute()) for name, folder in made.adapters.items()}})
-        partial.chmod(0o755)  # mkdtemp makes it private
-        partial.rename(out)
-        sync_folder(out.parent)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _take_tokenizer(brought: Path, folder: Path) -> None:

@@ -5,9 +5,6 @@ Routers of many mixtures of experts are float32 in checkpoints of bfloat16, and 
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +12,12 @@ from pathlib import Path
 import torch
 
 from forebay.rewriter.checkpoints.checkpoint import SINGLE, Checkpoint, read_header, read_tensor
-from forebay.rewriter.checkpoints.identity import file_state, states_checksum
+from forebay.rewriter.checkpoints.identity import states_checksum
+from forebay.rewriter.checkpoints.new_folder import new_folder
 from forebay.rewriter.checkpoints.records import TensorRecord
 from forebay.rewriter.checkpoints.resolve import made_once
 from forebay.rewriter.checkpoints.stored_tensors import spellings
-from forebay.rewriter.checkpoints.write_tensors import write_tensors
+from forebay.rewriter.checkpoints.write_tensors import write_new_tensors
 from forebay.rewriter.ir.graph import CapturedModel
 
 
@@ -46,22 +44,12 @@ def in_model_dtypes(
     identity = f"{checkpoint.folder.resolve()} {states_checksum(checkpoint.states)} {sorted(map(str, wanted.items()))}"
 
     def write(out: Path) -> None:
-        partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".partial", dir=out.parent))
-        try:
-            fd = os.open(partial / SINGLE, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-            try:
-                write_tensors(fd, out.parent, [(name, dtype, shapes[name]) for name, dtype in wanted.items()],
+        with new_folder(out) as partial:
+            write_new_tensors(partial / SINGLE, [(name, dtype, shapes[name]) for name, dtype in wanted.items()],
                               lambda name: read_tensor(checkpoint.tensors[name]).to(wanted[name]))
-            finally:
-                os.close(fd)
-            partial.chmod(0o755)  # mkdtemp makes it private
-            partial.rename(out)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
 
     path = made_once(checkpoint.folder, f"{checkpoint.folder.name}-cast", identity, write) / SINGLE
-    return replace(checkpoint, tensors={**checkpoint.tensors, **read_header(path)},
-                   states={**checkpoint.states, str(path): file_state(path)})
+    return replace(checkpoint, tensors={**checkpoint.tensors, **read_header(path)})  # and the states of its own files
 
 
 def _differs(record: TensorRecord, dtype: torch.dtype) -> bool:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
-import shutil
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -18,8 +16,9 @@ from forebay.rewriter.checkpoints.gguf_files import write_model_files
 from forebay.rewriter.checkpoints.gguf_header import gguf_parts, read_gguf
 from forebay.rewriter.checkpoints.gguf_tensors import PlacedParameter, place_tensors
 from forebay.rewriter.checkpoints.identity import changed_file, file_states
+from forebay.rewriter.checkpoints.new_folder import new_folder
 from forebay.rewriter.checkpoints.records import CheckpointError
-from forebay.rewriter.checkpoints.write_tensors import require_free, write_tensors
+from forebay.rewriter.checkpoints.write_tensors import require_free, write_new_tensors
 
 OUTPUT_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -53,8 +52,7 @@ def convert_gguf(
     out.parent.mkdir(parents=True, exist_ok=True)
     # before anything is written: a tokenizer that does not fit is an error of whatever kind its library has
     require_free(out.parent, sum(math.prod(t.shape) for t in header.tensors) * OUTPUT_DTYPES[dtype].itemsize)
-    partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".partial", dir=out.parent))
-    try:
+    with new_folder(out) as partial:
         model = gguf_model(header)
         write_model_files(header, model, partial, OUTPUT_DTYPES[dtype])
         _write_weights(place_tensors(header, model), partial, OUTPUT_DTYPES[dtype], progress)
@@ -62,13 +60,6 @@ def convert_gguf(
         if changed:
             raise CheckpointError(f"{changed} was changed while it was being converted; try again when nobody "
                                   "writes it")
-        partial.chmod(0o755)  # mkdtemp makes it private
-        try:
-            partial.rename(out)
-        except OSError as error:
-            raise CheckpointError(f"{out} appeared during the conversion: another process made it") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return out
 
 
@@ -80,8 +71,4 @@ def _write_weights(
     def read(name: str) -> torch.Tensor:
         return placed[name].values().to(dtype)
 
-    fd = os.open(folder / SINGLE, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-    try:
-        write_tensors(fd, folder.parent, specs, read, metadata={"format": "pt"}, progress=progress)
-    finally:
-        os.close(fd)
+    write_new_tensors(folder / SINGLE, specs, read, metadata={"format": "pt"}, progress=progress)

@@ -206,7 +206,7 @@ def packed_copy(model: Path, format: str, *, progress: Progress | None = None) -
     # rounding mse would make that 84 %, and takes 20 times as long: 7 minutes of a core for 10^9 weights.
     wish = Wish(format, head=True, embeddings=True, head_format=DRAFTS["w8"])
     return made_once(source, f"{source.stem}-{format}", identity,
-                      lambda folder: quantize_model(source, folder, wish, progress=progress))
+                     lambda folder: quantize_model(source, folder, wish, progress=progress))
 
 
 def draft_copies(model: Path, device: int) -> tuple[str, ...]:

@@ -18,6 +18,18 @@ from forebay.rewriter.ir.alignment import PAGE_NBYTES
 FLUSH_NBYTES = 64 << 20  # written pages are forced to disk and dropped from the page cache after this many bytes
 
 
+def write_new_tensors(
+    path: Path, specs: Sequence[Spec], read: Callable[[str], torch.Tensor], *,
+    metadata: Mapping[str, str] | None = None, progress: Progress | None = None,
+) -> None:
+    """`write_tensors` to a new file in a folder that is not named yet; errors name the folder around that."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    try:
+        write_tensors(fd, path.parent.parent, specs, read, metadata=metadata, progress=progress)
+    finally:
+        os.close(fd)
+
+
 def write_tensors(
     fd: int,
     where: Path,

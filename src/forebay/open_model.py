@@ -79,8 +79,9 @@ def open_graphs(
         config = read_model_config(folder, checkpoint)
         captured = capture_model(config, dtype=_checkpoint_dtype(checkpoint, config), gives=gives, embeds=embeds,
                                  added=checkpoint.added)
-        checkpoint = in_model_dtypes(captured, checkpoint, *weight_names(config))
-        records = weight_records(captured, checkpoint, *weight_names(config))
+        names = weight_names(config)
+        checkpoint = in_model_dtypes(captured, checkpoint, *names)
+        records = weight_records(captured, checkpoint, *names)
         check_unread(config, checkpoint, records.values())
     captured, files = with_stored_formats(captured, records), file_slices(records)
     if key is not None:

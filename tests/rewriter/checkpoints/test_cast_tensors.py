@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 import forebay
 from forebay.open_model import open_model
 from forebay.rewriter.checkpoints import resolve
+from forebay.rewriter.checkpoints.open_checkpoint import open_checkpoint
 from forebay.rewriter.checkpoints.records import CheckpointError
 
 IDS = torch.tensor([[5, 9, 2, 77, 31], [8, 8, 64, 3, 1]])
@@ -42,7 +43,8 @@ def test_tensors_are_cast_once_as_transformers_casts_them(tmp_path: Path, monkey
         assert [len(load_file(path / "model.safetensors")) for path in made] == [3]
         if again:
             shutil.rmtree(made[0])
-        _, _, files = open_model(folder, keep=True)
+        _, checkpoint, files = open_model(folder, keep=True)
+        assert checkpoint.states == open_checkpoint(folder).states, "jobs go on at any later start"
         assert {each.path for each in files.values()} == {str(folder / "model.safetensors"),
                                                           str(made[0] / "model.safetensors")}
 
