@@ -89,3 +89,9 @@ def test_no_operator_begins_without_room() -> None:
         with pytest.raises(PlanError, match=r"these inputs need more than .* while the model computes them"):
             torch.zeros(501)
     assert len(begun) == began and not freed and memory.count() == first.nbytes
+
+
+@pytest.mark.parametrize(("device", "nbytes"), [
+    ("cpu", 400), ("cpu:0", 400), (torch.device("cpu", 0), 400), ("meta", 0)])
+def test_memory_of_the_host_counts_by_any_name(device: torch.device | str, nbytes: int) -> None:
+    assert new_nbytes(torch.ops.aten.zeros.default, ([100],), {"device": device, "dtype": torch.float32}) == nbytes

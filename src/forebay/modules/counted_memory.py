@@ -128,7 +128,7 @@ def new_nbytes(func: Any, args: Any, kwargs: Any) -> int:
             return args
     given = tree_map(_shadow, args), {name: _shadow_option(each) for name, each in kwargs.items()}
     if any(each.name == "device" for each in func._schema.arguments):
-        if torch.device(kwargs.get("device") or HOST_MEMORY) != HOST_MEMORY:
+        if torch.device(kwargs.get("device") or HOST_MEMORY).type != HOST_MEMORY.type:
             return 0
         given[1]["device"] = torch.device("meta")
     known = {each.untyped_storage()._cdata for each in tree_leaves(given) if isinstance(each, torch.Tensor)}
