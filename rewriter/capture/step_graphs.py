@@ -26,7 +26,6 @@ from forebay.rewriter.ir.state import (
     format_of_rows,
     kv_states,
     require_states,
-    rewindable,
     state_name,
 )
 
@@ -108,7 +107,7 @@ def step_graphs(
         each = replace(workload, batch=batching.sequences(workload.batch, tokens))
         if batching.admitted and batching.is_prefill(tokens) and batching.cache.tier == "device":
             # of the rows that are staged, whose last chunk may end behind its prompt where it cannot be moved back
-            cached = workload.prompt if rewindable(captured.states) else None
+            cached = workload.prompt if captured.rewindable else None
         of = decoding if tokens == 1 else every if every and tokens in batching.speculation.steps else captured
         return step_inputs(of, each, tokens, cached, weights, batching)
 
@@ -139,7 +138,7 @@ def step_graphs(
                       cache_format=format_of_rows(captured.states),
                       batching=batching,
                       pageable=all(spec.pageable for states in captured.states for spec in states),
-                      rewindable=captured.moves_back and rewindable(captured.states), latents=_keeps_latents(captured),
+                      rewindable=captured.rewindable, latents=_keeps_latents(captured),
                       expands=_expands(captured),
                       activations=captured.rounded_to, dtype=str(captured.dtype)[6:],
                       gathers=captured.prefill is not None,
@@ -161,7 +160,7 @@ def _refuse_features(captured: CapturedModel, batching: BatchSchedule) -> None:
         require_states(captured.states, "pageable", "cache_tier, policy or plan.schedule.batching.cache.tier")
         for name, field, value in (("batch_slots", "admission.sequences", batching.admitted),
                                    ("cpu_attention", "cache.cpu_attention", batching.cache.cpu_attention)):
-            if value and not rewindable(captured.states):
+            if value and not captured.rewindable:
                 raise PlanError(f"{name} or plan.schedule.batching.{field}: the cache lies on the tier "
                                 f"{batching.cache.tier}, from where some states move whole; leave {name} out, or "
                                 "name no slower tier by cache_tier or policy")
@@ -175,7 +174,7 @@ def _refuse_features(captured: CapturedModel, batching: BatchSchedule) -> None:
                             "and values of one, and copies for sequences that are admitted are made layer by layer; "
                             "leave it out")
     sizes = batching.speculation.steps
-    if sizes and REPLAY not in sizes and not rewindable(captured.states):
+    if sizes and REPLAY not in sizes and not captured.rewindable:
         raise PlanError(f"plan.schedule.batching.speculation.steps: states of this model cannot take a token back, and "
                         f"{sizes} have none over {REPLAY} tokens, which replays them at the end of the context; add it")
     if batching.recomputation.checkpoints:

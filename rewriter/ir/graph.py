@@ -13,7 +13,7 @@ from torch.fx.node import map_aggregate
 from forebay.kernels.formats.packing import Packing
 from forebay.rewriter.ir.expert_table import ExpertTable
 from forebay.rewriter.ir.plan import BufferPlacement
-from forebay.rewriter.ir.state import StateSpec
+from forebay.rewriter.ir.state import StateSpec, rewindable
 
 STREAMED = "_streamed"  # ends the name of a node that takes over from one that read a weight in device memory
 PRODUCT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of the matrices our products take
@@ -174,6 +174,11 @@ class CapturedModel:
     activations: str = "native"  # that packed weights meet: as they are, or rounded to bf16 or int8
     kept_as: str = ""  # the name of its graphs in the cache folder; "": they are not kept
     moves_back: bool = True  # whether states of other stages are rewindable too, so that all may take tokens again
+
+    @property
+    def rewindable(self) -> bool:
+        """Whether steps may take tokens again: all states of layers are rewindable, those of other stages too."""
+        return self.moves_back and rewindable(self.states)
 
     @property
     def rounded_to(self) -> str:

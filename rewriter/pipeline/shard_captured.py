@@ -28,7 +28,6 @@ from forebay.rewriter.ir.state import (
     RecurrentState,
     StateSpec,
     kv_states,
-    rewindable,
     state_name,
 )
 from forebay.rewriter.pipeline.pass_list import PASSES
@@ -119,7 +118,7 @@ def _staged(captured: CapturedModel, share: RankShare, switches: Switches) -> Ca
     own = slice(*begins[share.stage : share.stage + 2])
     return replace(
         captured, step=step, layers=captured.layers[own], layer_weights=captured.layer_weights[own],
-        states=captured.states[own], moves_back=rewindable(captured.states),
+        states=captured.states[own], moves_back=captured.rewindable,
         weights={name: w for name, w in captured.weights.items() if name in read},
         constants={name: c for name, c in captured.constants.items() if name in read})
 

@@ -14,7 +14,6 @@ from forebay.rewriter.ir.plan import BufferPlacement, Plan, WeightPlacement, Wor
 from forebay.rewriter.ir.prefill_chunks import chunk_steps
 from forebay.rewriter.ir.printable import printable
 from forebay.rewriter.ir.program import ATTEND, DISK, LOOKUP, RETURN, UPLOAD
-from forebay.rewriter.ir.state import rewindable
 from forebay.rewriter.planning.features.table import FEATURES
 from forebay.rewriter.predict.simulate import CORES
 
@@ -164,7 +163,7 @@ def _kept(plan: Plan, captured: CapturedModel | None) -> str:
     cache = sum(x.nbytes for x in plan.buffers_of("decode") if x.kind == "cache")
     states = 0 if captured is None else plan.workload.batch * sum(
         spec.sequence_nbytes for layer in captured.states for spec in layer)
-    saved = captured is not None and plan.schedule.speculative_steps and not rewindable(captured.states)
+    saved = captured is not None and plan.schedule.speculative_steps and not captured.rewindable
     found = [f"{format_nbytes(states)} of states" + (", twice for drafts" if saved else "")] if states else []
     cache -= 2 * states if saved else states
     found += [f"{format_nbytes(cache)} of cache"] if cache > 0 or not states else []

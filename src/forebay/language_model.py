@@ -28,7 +28,6 @@ from forebay.rewriter.ir.graph import CapturedModel, Gives
 from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload
 from forebay.rewriter.ir.program import FileSlice
 from forebay.rewriter.ir.shared_draft import DraftRecord, SharedDraft
-from forebay.rewriter.ir.state import rewindable
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.one_thread import one_thread
 from forebay.rewriter.pipeline.plan_search import plan_answers, plan_batch
@@ -127,7 +126,7 @@ class LanguageModel(SessionCalls, TakesTurns, ScoringCalls, TraceCalls, NnModule
     def _adopt(self, steps: PlannedSteps) -> None:
         if "steps" in vars(self):  # only now: where there is no plan, the one before still serves
             self._end_sessions()
-        if not rewindable(self.captured.states):
+        if not self.captured.rewindable:
             require_whole_chunks(steps.plan)
         self.steps, self.plan = steps, steps.plan
         self.helper, self.shared_draft = steps.helper, steps.shared_draft
@@ -194,7 +193,7 @@ class LanguageModel(SessionCalls, TakesTurns, ScoringCalls, TraceCalls, NnModule
                 agreed, partial(self.steps.pipeline.program, plan),  # without `self`: no cycle keeps the memory
                 resident_copies(plan, self.files), captured.constants, device, self.trace,
                 self.steps.pipeline.growth(plan), captured.gives == "all", captured.rope_switch_length,
-                self.shared_draft, captured.moves_back and rewindable(captured.states), captured.adapters)
+                self.shared_draft, captured.rewindable, captured.adapters)
             if self.prefixes is not None:
                 self.prefixes.open()
                 reuse_prefixes(self._session, captured.states, self.prefixes, self.prefix_identity.digest())

@@ -12,7 +12,6 @@ from transformers import Cache
 from forebay.call_turns import ModelCall
 from forebay.huggingface.inputs import Prompts
 from forebay.rewriter.capture.cache_name import CACHE_NAMES
-from forebay.rewriter.ir.state import rewindable
 from forebay.runtime.run.rows import SequenceRows
 from forebay.step_model import StepModel
 
@@ -39,7 +38,7 @@ class RowCache(Cache):
 
     @property
     def is_croppable(self) -> bool:
-        return rewindable(self.model.captured.states)
+        return self.model.captured.rewindable
 
     @property
     def is_linear(self) -> list[bool]:
