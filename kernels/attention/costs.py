@@ -23,18 +23,22 @@ def attention_cost(use: Use) -> Cost:
 
 def caches_once(use: Use) -> Cost:
     """`each_once` of attention. Latents, which are keys and values, are read once."""
-    k, v = use.args[1:3]
     each = each_once(use)
-    same = k is v if isinstance(k, Tensor) else k == v
-    return each._replace(read_nbytes=each.read_nbytes - nbytes_of(v)) if same else each
+    return each._replace(read_nbytes=each.read_nbytes - nbytes_of(use.args[2])) if _attends_latents(use) else each
+
+
+def _attends_latents(use: Use) -> bool:
+    """Return whether keys are values too."""
+    k, v = use.args[1:3]
+    return k is v if isinstance(k, Tensor) else bool(k == v)
 
 
 def gpu_workspace_nbytes(use: Use, bits: int = 0, group: int = 0) -> int:
-    """Bytes that attention takes beside its operands on a GPU; bits and group are those of packed rows."""
+    """Bytes of scratch that attention takes on a GPU; bits and group are those of packed rows."""
     q, k = use.args[:2]
     batch, heads, queries, width = q.shape
     if queries > 1 and bits and width > decode_shares.TYPICAL_LANES:
-        return HELD_COUNTERS_NBYTES + unpacked_nbytes(q, k) * (1 if k is use.args[2] or k == use.args[2] else 2)
+        return HELD_COUNTERS_NBYTES + unpacked_nbytes(q, k) * (1 if _attends_latents(use) else 2)
     if queries > 1:
         return HELD_COUNTERS_NBYTES
     itemsize, processors = dtype_of(q).itemsize, decode_shares.processors()
