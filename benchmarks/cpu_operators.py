@@ -183,7 +183,7 @@ def chunked_and_stepped(name: str, shape: RecurrentShape) -> Iterator[BoundedCal
 
 def stepped(name: str, operator: Operator, width: int, arguments: Callable[[int], tuple[object, ...]], state: int,
             dtype: torch.dtype = torch.float32, rest: tuple[object, ...] = ()) -> BoundedCall:  # fmt: skip
-    """A decode step of another operator over `width` channels, of which each has a state of `state` numbers.
+    """A decode step of another operator over `width` channels, each with a state of `state` numbers.
     `arguments` makes the arguments before the state, for a batch."""
     batch = STATES // (dtype.itemsize * width * state)
     given = tuple(placed(t) if isinstance(t, Tensor) else t for t in arguments(batch))

@@ -221,7 +221,7 @@ class Driver:
 
 
 class _Torch:
-    """torch with another `cuda`, whose memory is the host's."""
+    """torch with a `cuda` in the memory of the host."""
 
     def __init__(self, driver: Driver) -> None:
         self.cuda = driver.cuda

@@ -13,7 +13,7 @@ from benchmarks.gpu_cases.large_steps import prompts
 from benchmarks.gpu_cases.offloaded import Row, begin_peak, peak_within, saved_model, step_row, token_times
 from benchmarks.models import RandomShape
 
-SHAPE = RandomShape(384, 32, 6, 2, 1024, 8192)  # whose matrices take a link of 55 GB/s 14 us or less
+SHAPE = RandomShape(384, 32, 6, 2, 1024, 8192)  # a link of 55 GB/s moves each matrix in 14 us or less
 STEPS, WARM, PROMPT = 16, 3, 32  # steps that are timed, steps before that, tokens of a prompt
 WAYS: dict[str, dict[str, Any]] = {  # weights stream; in a block, caches too
     "small": {"batch": 1}, "block": {"batch": 32, "micro_batches": 4, "cache_tier": "host", "cpu_attention": False}}
@@ -45,7 +45,7 @@ def measure_whole_steps(scratch: Path, machine: Any, job: Row) -> Row:
 def timed_steps(
     folder: Path, machine: Any, budget: dict[str, int], ids: torch.Tensor, graphs: str, way: dict[str, Any]
 ) -> tuple[Row, list[int]]:
-    """Times of decode steps and tokens of an answer, and what a step is made of."""
+    """Times of decode steps and tokens of an answer, and the items and copies of a step."""
     from forebay.api import wrap
 
     new = WARM + STEPS + 1

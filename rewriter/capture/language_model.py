@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 __all__ = ["CaptureError", "capture_model", "tied_config"]
-# Outputs beside logits that a config may ask for, as training sets them: a step gives logits alone.
+# Other outputs that a config may ask for, as training sets them. A step gives logits alone.
 LOGITS_ALONE = {"output_router_logits": False, "output_attentions": False, "output_hidden_states": False,
                 "return_dict": True}
 MOST_TABLES_NBYTES = 256 << 20  # of masks and positions that a model computes when it is made

@@ -1,4 +1,4 @@
-"""Rotary tables of positions on three axes (time, height, width), whose numbers alternate (Qwen3-VL, Qwen3.5)."""
+"""Rotary tables of positions on three axes (time, height, width) with interleaved sections (Qwen3-VL, Qwen3.5)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from forebay.kernels.operator import HOST_MEMORY
 
 
 def choose_axes(model: nn.Module) -> None:
-    """Let rotary modules that write two axes' numbers over the first's choose them instead: graphs that write have no
-    form in a file. What a module does with a table is looked at, so that any class and release may do it."""
+    """Replace writes into rotary tables by choices between their axes: a graph with writes cannot be saved. Modules are
+    known by their results for one table, so that any class and release is served."""
     for module in model.modules():
         sections, frequencies = getattr(module, "mrope_section", None), getattr(module, "inv_freq", None)
         recompose = getattr(module, "recomposition_frequencies", None)

@@ -8,7 +8,7 @@ from forked import run_code
 from forebay.commands.process_memory import beside_nbytes
 
 # In processes of their own, whose peak begins where they do: what a draw from each vocabulary adds to what is resident.
-# Each block of memory is a mapping of its own, of small pages, by which what is freed is gone and no peak is rounded.
+# Each block of memory is a mapping of small pages, so freed memory is returned at once and no peak is rounded.
 DRAWING = """
 import ctypes, os, sys, torch
 from forebay.runtime.run.sampling import Sampling, choose
@@ -42,7 +42,7 @@ drawn(100)  # what is made at the first call
 print(forked(int(sys.argv[4])), forked(int(sys.argv[5])))
 """
 FEW, MANY = 100_000, 400_000
-SEEN_NBYTES = {"each": 40, "together": 24}  # a word; the promise has room for what a heap adds
+SEEN_NBYTES = {"each": 40, "together": 24}  # a word; the promise has room for slack of the heap
 
 
 @pytest.mark.parametrize("top_k", [0, 50])

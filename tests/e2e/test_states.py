@@ -259,7 +259,7 @@ def test_drafts_change_no_token(saved: Saved, family: str, options: dict[str, An
 
 @pytest.mark.parametrize("slots", ["batch", "batch_slots"])
 def test_short_prompts_have_drafts_too(saved: Saved, slots: str) -> None:
-    """Steps over two tokens, which replay accepted ones, are there beside those that compute a prompt of two."""
+    """Steps over two tokens, which replay accepted ones, are planned as well as those that compute a prompt of two."""
     folder, model, ids, _, _ = saved("lfm2")
     prompts, sizes = ids[:2, :2], {"prompt": 2, "new_tokens": 9}
     with forebay.wrap(folder, 4 << 20, prompt_lookup_num_tokens=5, **{slots: 2}, **sizes) as lm:

@@ -1,7 +1,7 @@
 """Decode attention over packed rows of more than 256 values, as those of latents, in Triton.
 
-A row is taken in chunks of about 64 values, each of whole groups: a whole row at once would not fit in registers beside
-its results. Queries are rotated once by each program; the kernel that merges shares rotates results back.
+A row is taken in chunks of about 64 values, each of whole groups: a whole row and its results would not fit in
+registers. Queries are rotated once by each program; the kernel that merges shares rotates results back.
 """
 
 from __future__ import annotations

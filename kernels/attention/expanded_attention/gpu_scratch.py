@@ -43,7 +43,7 @@ def scratch_need(sizes: ExpandedSizes, itemsize: int, packed: bool) -> ScratchNe
 
 
 def workspace_nbytes(sizes: ExpandedSizes, itemsize: int, packed: bool) -> int:
-    """Bytes that a use takes beside its operands."""
+    """Bytes of scratch that a use takes, and of counters that are held."""
     return HELD_COUNTERS_NBYTES + scratch_need(sizes, itemsize, packed).nbytes
 
 

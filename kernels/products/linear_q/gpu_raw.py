@@ -4,7 +4,7 @@ The tensor cores multiply these by x in fp16. A group's sum starts at what 1024 
 applied to the sum, not to its codes: no instruction is spent on a weight but the one that makes it. A kernel before
 (`raw_order_kernel`) puts the elements of each group of x in the order in which parts of words meet them, and adds them.
 Codes of fp8 (e4m3) and of fp4 (e2m1) become their numbers over a power of two, by four instructions for two of them.
-Those of other codebooks are looked up, byte by byte, in tables of eight that registers hold.
+Codes of other codebooks index tables of eight bytes in registers, one for each byte of a number.
 
 x in bf16 is scaled to fp16 group by group, by powers of two. Values below 2^-29 of their group's largest round; a group
 that holds an infinity or NaN gives NaN. Lows and scales are taken as they are stored, in fp32.

@@ -145,7 +145,7 @@ struct Staged {
   int key = 0, value = 0;
 };
 
-// A worker's scratch, behind which the states of its heads lie: too much for the stacks that callers' threads may have.
+// A worker's scratch. The states of its heads follow it: callers' threads may have stacks too small for them.
 struct Scratch {
   Staged staged;
   Chunk chunk;

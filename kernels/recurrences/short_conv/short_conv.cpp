@@ -197,7 +197,7 @@ template <class T, int KNOWN> void short_steps(const ShortConvArgs& a, int threa
   const int64_t fit = (a.channels + most - 1) / most, even = (a.channels + fit - 1) / fit;  // no span of a few channels
   const int64_t span = std::max<int64_t>(1, (std::min(part, even) + BLOCK - 1) / BLOCK) * BLOCK;
   const int64_t spans = (a.channels + span - 1) / span;
-  const int64_t runs = threads > 1 ? std::min(a.batch, wanted / spans + 1) : 1;  // each of which turns weights
+  const int64_t runs = threads > 1 ? std::min(a.batch, wanted / spans + 1) : 1;  // each turns the weights
   parallel_for(runs * spans, threads, a.batch * a.channels * a.taps / 4, [&](int64_t i) {
     const int64_t run = i / spans, c0 = i % spans * span, end = std::min(a.channels, c0 + span);
     const int64_t b0 = a.batch * run / runs, b1 = a.batch * (run + 1) / runs, c1 = end - (end - c0) % VL;

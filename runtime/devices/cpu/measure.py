@@ -66,24 +66,24 @@ def device_tier(rounds: int) -> Tier:
 
 
 def dispatch_s(rounds: int) -> float:
-    """Seconds of a launch of a tiny kernel behind a product, which leaves nothing of it in the caches."""
+    """Seconds of a launch of a tiny kernel after a matmul, which leaves nothing of it in the caches."""
     x = torch.ones(1, 8)
-    return _behind_products_s(RMS_NORM.bind[HOST_KERNELS](Tensors((x, x[0], 1e-5), {}, (torch.empty_like(x),))), rounds)
+    return _after_products_s(RMS_NORM.bind[HOST_KERNELS](Tensors((x, x[0], 1e-5), {}, (torch.empty_like(x),))), rounds)
 
 
 def torch_dispatch_s(rounds: int) -> float:
-    """Seconds of a launch of a tiny operator of torch's, one of two in a row behind a product as routers have them."""
+    """Seconds of a launch of a tiny operator of torch's: one of two after a matmul, as in a router."""
     x, out = torch.ones(1, 8), torch.empty(1, 8)
 
     def launch() -> None:
         torch.ops.aten.softmax.int_out(x, -1, out=out)
         torch.ops.aten.div.out(out, x, out=out)
 
-    return _behind_products_s(launch, rounds) / 2
+    return _after_products_s(launch, rounds) / 2
 
 
-def _behind_products_s(launch: Callable[[], object], rounds: int) -> float:
-    """Seconds of a launch behind a product, as a step has it."""
+def _after_products_s(launch: Callable[[], object], rounds: int) -> float:
+    """Seconds of a launch after a matmul, as in a step."""
     n, k = GEMM_SHAPES[0]
     products, found = cold_products(1, n, k, torch.bfloat16), []
     for _ in range(DISPATCHES * rounds):

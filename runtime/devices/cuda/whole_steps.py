@@ -1,8 +1,8 @@
 """Steps as one CUDA graph each: launches, and copies between host memory and the GPU.
 
 Streams of copies are forked off the compute stream where a capture begins, and joined where it ends. The last copies of
-a step are for the next one, whose graph begins behind them on the compute stream: no wait crosses from one capture into
-another, which CUDA refuses. An event in the graph tells that the results are there, before those last copies end.
+a step are for the next one. Its graph begins after them on the compute stream: CUDA refuses waits from one capture into
+another. An event in the graph tells that the results are there, before those last copies end.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from forebay.runtime.devices.streamed import joined_launches
 
 LOG = logging.getLogger("forebay")
 MOST_NAMED = 4096  # rows of one copy: each program of the kernel that moves them looks at all their numbers
-# Bytes of a copy, on average, from which on a link of 55 GB/s takes longer (76 us) than the host does to issue the copy
-# and what belongs to it (about 20 us: launches, waits, records).
+# Mean bytes of a step's copies from which on no graph is made. A link of 55 GB/s then takes 76 us for a copy, and the
+# host about 20 us to issue it with its launches, waits and records.
 LONG_NBYTES = 4 << 20
 LATE_CYCLES = 10_000_000  # some milliseconds, far longer than a copy of a number takes
 
@@ -140,7 +140,7 @@ class WholeStep:
         self.steps, self.items, self.calls = steps, items, tuple(calls)
         self.lookups = [item for item, _ in items if isinstance(item, Copy) and is_lookup(item)]
         for item in self.lookups:
-            steps.named.moved(item)  # what is told of their rows is kept from now on
+            steps.named.moved(item)  # from now on it keeps which rows they name
         self.ran = self.refused = False
         self.graph: torch.cuda.CUDAGraph | None = None
         self.known: torch.cuda.Event | None = None
@@ -153,7 +153,7 @@ class WholeStep:
             self.graph, self.ran = None, False
         if self.ran and not self.refused:
             for item in self.lookups:
-                steps.named.known(item)  # raises where there is no such row, of which a kernel would say nothing
+                steps.named.known(item)  # raises where there is no such row: a kernel would not
             if not steps.replaying:
                 steps.finish()
             if self.graph is None:
@@ -258,7 +258,7 @@ def _rows_of(item: Copy) -> Rows | None:
 
 
 def _none_named(index: torch.Tensor) -> torch.Tensor:
-    """Numbers of which none is a row, at an address for which a kernel is compiled as for that of `index`."""
+    """Numbers that are no rows, at an address with the alignment of `index`: the same kernel is compiled."""
     shift = index.data_ptr() // index.element_size() % 2
     return torch.full((index.numel() + shift,), -1, dtype=index.dtype, device=index.device)[shift:]
 

@@ -39,7 +39,7 @@ BODY_S = 30.0  # for its body
 SEND_S = 60.0  # for a client to take what it is sent, until it counts as gone
 OPEN = (*FILES, "/health")  # answered without the key
 MOST_CONNECTIONS = 1024  # open at once, and requests under way
-ROOM_S = 0.5  # for a request to end whose connection was closed to make room
+ROOM_S = 0.5  # for a request to end after its connection was closed to make room
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class _Guard:
             self._ended.set()
 
     async def _finds_room(self) -> bool:
-        """Wait for room: a request whose connection was closed to make some ends a little later."""
+        """Return whether there is room, after a short wait: closed connections take a moment to end their requests."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(ROOM_S):
                 while self._under_way >= self.options.most_connections:

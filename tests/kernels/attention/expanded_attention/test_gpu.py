@@ -38,7 +38,7 @@ class Case:
     codes: RowCodes
 
     def run(self, how: Scoring) -> Tensor:
-        """What the launcher writes; beside it nothing."""
+        """What the launcher writes, and nothing else."""
         batch, heads, queries, _ = self.q.shape
         value = self.up.shape[1] - self.plain
         wide = torch.full((batch, queries, heads, value + 6), 7.0, dtype=self.q.dtype)
@@ -100,7 +100,7 @@ def test_heads_by_lots_and_rows_of_more_than_256_values(monkeypatch: pytest.Monk
 def test_the_memory_of_a_call_is_counted(
     monkeypatch: pytest.MonkeyPatch, bits: int, sizes: tuple[int, ...]
 ) -> None:
-    """Launches stay within what is asked for, which plans count."""
+    """Launches stay within the scratch that plans count."""
     held = []
     monkeypatch.setattr(gpu, "bound_with_scratch", lambda device, nbytes, counters, launches: held.append(nbytes) or (
         lambda: launches(torch.empty(nbytes, dtype=torch.uint8), None)))
