@@ -4,6 +4,7 @@ allow."""
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -21,6 +22,8 @@ from forebay.runtime.devices.cuda.whole_steps import Captured
 UNCAPTURED = "dependency created on uncaptured work in another stream"
 UNJOINED = "capture sequence contains a fork that was not joined to the primary stream"
 CAPTURING = "operation not permitted when stream is capturing"
+TWICE = "beginAllocateToPool: already recording to mempool_id"
+DRAWING = "Cannot prepare for replay during capturing stage"
 ENDED = "operation not permitted on an event last recorded in a capturing stream"
 
 
@@ -117,7 +120,8 @@ class Event:
 
 
 class Graph:
-    """Runs at once, or as late as those who wait for its stream or for its events allow."""
+    """Runs at once, or as late as those who wait for its stream or for its events allow. A capture that fails leaves
+    behind what torch 2.11 does: memory that is recorded, and random numbers that no replay may have."""
 
     def __init__(self, driver: Driver) -> None:
         self.driver, self.replays = driver, 0
@@ -126,6 +130,11 @@ class Graph:
 
     def capture_begin(self, pool: object = None, capture_error_mode: str = "global") -> None:
         assert capture_error_mode == "thread_local", "other threads read files meanwhile"
+        self.pool = next(self.driver.pools) if pool is None else pool
+        if self.pool in self.driver.recording:
+            raise RuntimeError(TWICE)
+        self.driver.recording.add(self.pool)
+        self.driver.drawing = True
         stream = self.driver.current()
         stream.synchronize()
         stream.capture, stream.front = Capture(stream), set()
@@ -139,13 +148,16 @@ class Graph:
             stream.capture = None
             if not capture.fault and stream.front - joined:
                 capture.fault = UNJOINED
-        if capture.fault or self.driver.refuses:
+        if capture.fault or (self.driver.refuses and capture.nodes):
             raise RuntimeError(capture.fault or "capture was invalidated")
-        self.nodes = capture.nodes
+        self.driver.recording.remove(self.pool)
+        self.nodes, self.driver.drawing = capture.nodes, False
 
     def replay(self) -> None:
         stream = self.driver.current()
         assert stream.capture is None
+        if self.driver.drawing:
+            raise RuntimeError(DRAWING)
         stream.catch_up()
         self.replays += 1
         stream.late = [*self.nodes]
@@ -166,16 +178,20 @@ class Driver:
         self.random, self.external, self.hasty, self.refuses = random.Random(seed), external, hasty, False
         self.graphs: list[Graph] = []
         self.open: list[Capture] = []
+        self.recording, self.drawing = set[object](), False  # memory that captures take; numbers are drawn in one
+        self.pools = itertools.count()
         self.made = 0
         self._current = threading.local()
         registered = SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0)
         self.cuda = SimpleNamespace(
             is_available=lambda: True, Event=self.event, Stream=self.stream, stream=self.entered,
             current_stream=self.current, set_stream=lambda stream: setattr(self._current, "stream", stream),
-            CUDAGraph=lambda: Graph(self), graph_pool_handle=lambda: "pool", cudart=lambda: registered,
-            _sleep=lambda cycles: None)
+            CUDAGraph=lambda: Graph(self), graph_pool_handle=lambda: next(self.pools), cudart=lambda: registered,
+            _sleep=lambda cycles: None, current_device=lambda: 0)
+        self.allocator = SimpleNamespace(_cuda_endAllocateToPool=lambda device, pool: self.recording.remove(pool),
+                                         _cuda_releasePool=lambda device, pool: None)
 
-    def stream(self) -> Stream:
+    def stream(self, priority: int = 0) -> Stream:
         self.made += 1
         return Stream(self, f"stream {self.made}")
 
@@ -224,7 +240,7 @@ class _Torch:
     """torch with a `cuda` in the memory of the host."""
 
     def __init__(self, driver: Driver) -> None:
-        self.cuda = driver.cuda
+        self.cuda, self._C = driver.cuda, driver.allocator
 
     def zeros(self, *sizes: int, device: str = "cpu", **how: Any) -> torch.Tensor:
         return torch.zeros(*sizes, **how)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 
 from benchmarks.gpu_cases.case import Call
+from forebay.runtime.devices.cuda.graphs import CapturePool, capturing
 from forebay.runtime.devices.cuda.kind import CUDA
 
 REPEATS = 30
@@ -59,12 +60,9 @@ def graph_time_s(calls: list[Call], repeats: int = REPEATS) -> float:
         for call in calls:
             call()
         torch.cuda.synchronize()
-        graph.capture_begin()
-        try:
+        with capturing(graph, CapturePool()):
             for call in order:
                 call()
-        finally:
-            graph.capture_end()
         graph.replay()
         events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
         events[0].record()

@@ -6,6 +6,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
+from typing import Any
 
 import torch
 
@@ -14,6 +15,33 @@ from forebay.runtime.devices.device import Call
 
 LOG = logging.getLogger("forebay")
 LEAST = 4  # launches; fewer take the host no longer one by one (1 to 2 us each) than a graph does
+FAILED: list[torch.cuda.CUDAGraph] = []  # torch's allocator of pinned memory asks these at every capture
+
+
+class CapturePool:
+    """Memory of the temporaries of graphs that never run at once. `handle` is torch's number of it."""
+
+    def __init__(self) -> None:
+        self.handle: Any = torch.cuda.graph_pool_handle()
+
+    def leave(self, failed: torch.cuda.CUDAGraph) -> None:
+        """Undo what torch leaves of a capture that CUDA ended with an error; later captures have another pool.
+
+        torch believes that it goes on: it refuses other captures with this pool, and `empty_cache` fails. In torch 2.11
+        the GPU's random numbers stay in capture too, so that none are drawn and no graph is replayed. A capture that
+        succeeds ends that.
+        """
+        FAILED.append(failed)
+        with contextlib.suppress(AttributeError, RuntimeError):  # of a torch that has ended it itself
+            device = torch.cuda.current_device()
+            torch._C._cuda_endAllocateToPool(device, self.handle)
+            torch._C._cuda_releasePool(device, self.handle)
+        self.handle = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda._sleep(1)  # loads what no capture may
+        graph.capture_begin(pool=torch.cuda.graph_pool_handle(), capture_error_mode="thread_local")
+        torch.cuda._sleep(1)
+        graph.capture_end()
 
 
 class LaunchGraph:
@@ -22,11 +50,10 @@ class LaunchGraph:
     waits for the GPU) is launched one by one for good. A capture holds addresses: where `version` is another than it
     was then (the stream's scratch is elsewhere), all begins again.
 
-    All captures share `pool`, the memory of their temporaries: nothing in it outlives its run, and the runs of a device
-    follow one another on one stream.
+    All captures share `pool`: nothing in it outlives its run, and runs of a device follow one another on one stream.
     """
 
-    def __init__(self, label: str, launches: Sequence[Call], pool: object, version: Callable[[], int]) -> None:
+    def __init__(self, label: str, launches: Sequence[Call], pool: CapturePool, version: Callable[[], int]) -> None:
         self.label, self.launches, self.pool, self.version = label, tuple(launches), pool, version
         self.ran = self.refused = False
         self.graph: torch.cuda.CUDAGraph | None = None
@@ -60,19 +87,27 @@ class LaunchGraph:
 
 
 @contextlib.contextmanager
-def capturing(graph: torch.cuda.CUDAGraph, pool: object) -> Iterator[None]:
+def capturing(graph: torch.cuda.CUDAGraph, pool: CapturePool) -> Iterator[None]:
     """Capture what this thread launches on the current stream; other threads copy and read on, so theirs is no part."""
-    graph.capture_begin(pool=pool, capture_error_mode="thread_local")  # type: ignore[arg-type]
+    graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
     try:
         yield
     except BaseException:
         with contextlib.suppress(RuntimeError):  # the capture is invalid, and says so
-            graph.capture_end()
+            _end(graph, pool)
         raise
-    graph.capture_end()
+    _end(graph, pool)
 
 
-def graphed(run: Sequence[tuple[Launch, Call]], pool: object, version: Callable[[], int]) -> list[Call]:
+def _end(graph: torch.cuda.CUDAGraph, pool: CapturePool) -> None:
+    try:
+        graph.capture_end()
+    except RuntimeError:
+        pool.leave(graph)
+        raise
+
+
+def graphed(run: Sequence[tuple[Launch, Call]], pool: CapturePool, version: Callable[[], int]) -> list[Call]:
     """The launches of a run with those that may be captured together made graphs, each anew where `version` changes. A
     launch that touches host memory is not captured: where it computes on the host, a replay would leave it out."""
     calls: list[Call] = []

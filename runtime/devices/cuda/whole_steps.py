@@ -33,7 +33,7 @@ from forebay.rewriter.ir.program import (
     place_of,
     row_major_strides,
 )
-from forebay.runtime.devices.cuda.graphs import capturing, graphed, on_device
+from forebay.runtime.devices.cuda.graphs import CapturePool, capturing, graphed, on_device
 from forebay.runtime.devices.device import Call
 from forebay.runtime.devices.lookups import is_lookup
 from forebay.runtime.devices.outward import NamedRows, copy_runs
@@ -79,9 +79,9 @@ class Captures:
     known: torch.cuda.Event | None = None
 
     @functools.cached_property
-    def pool(self) -> object:
+    def pool(self) -> CapturePool:
         """Memory of the graphs' temporaries."""
-        return torch.cuda.graph_pool_handle()
+        return CapturePool()
 
     def joined(self, items: Sequence[tuple[Item, Call]]) -> list[Call]:
         """The calls of items: one where they are a step that a graph holds."""
@@ -277,7 +277,7 @@ def tells_early(compute: torch.cuda.Stream, other: torch.cuda.Stream) -> bool:
 
         issue(compute, late)  # which loads what no capture may
         compute.synchronize()
-        with capturing(graph, None):
+        with capturing(graph, CapturePool()):
             issue(compute, late)
             event.record(compute)
             issue(compute, functools.partial(torch.cuda._sleep, LATE_CYCLES))

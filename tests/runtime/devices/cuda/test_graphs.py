@@ -37,6 +37,7 @@ class Graph(TorchDispatchMode):
         self.kept: list[tuple[Any, ...]] = []
         self.options: dict[str, Any] = {}
         self.replays = 0
+        self.fault = ""
         Graph.made.append(self)
 
     def capture_begin(self, **options: Any) -> None:
@@ -45,12 +46,13 @@ class Graph(TorchDispatchMode):
 
     def capture_end(self) -> None:
         self.__exit__(None, None, None)
-        if Graph.refuse:
+        if self.fault:
             raise RuntimeError("capture was invalidated")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if Graph.refuse:
-            raise RuntimeError("operation not permitted when stream is capturing")
+            self.fault = "operation not permitted when stream is capturing"
+            raise RuntimeError(self.fault)
         self.kept.append((func, args, kwargs or {}))
         return (kwargs or {}).get("out", args[0])
 
@@ -67,7 +69,8 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name, value in (("is_available", lambda: True), ("Event", Event), ("Stream", Stream),
                         ("stream", lambda stream: torch.inference_mode()), ("current_stream", Stream),
                         ("set_stream", lambda stream: None), ("CUDAGraph", Graph),
-                        ("graph_pool_handle", lambda: "pool")):  # fmt: skip
+                        ("graph_pool_handle", lambda: (0, 1)), ("_sleep", lambda cycles: None),
+                        ("current_device", lambda: 0)):  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr("forebay.runtime.devices.cuda.device.IDLE", [])
     yield
@@ -112,7 +115,7 @@ def test_a_run_is_made_once_captured_once_and_replayed_on_what_memory_holds_then
         assert memory[: len(want)].tolist() == want
         assert (len(Graph.made), sum(g.replays for g in Graph.made)) == (graphs, replays)
     assert len(Graph.made[0].kept) == LEAST  # each launch of the Program, and nothing else
-    assert Graph.made[0].options == {"pool": "pool", "capture_error_mode": "thread_local"}
+    assert Graph.made[0].options == {"pool": (0, 1), "capture_error_mode": "thread_local"}
 
 
 def test_where_the_scratch_moves_graphs_are_captured_anew() -> None:
@@ -139,7 +142,7 @@ def test_graphs_end_where_copies_are_ordered() -> None:
     for _ in range(3):
         bound.run()
     assert [len(g.kept) for g in Graph.made] == [LEAST, LEAST]
-    assert {g.options["pool"] for g in Graph.made} == {"pool"}
+    assert {g.options["pool"] for g in Graph.made} == {(0, 1)}
     assert memory[2 * LEAST + 1] == 2 * memory[2 * LEAST] - memory[2 * LEAST - 2]
 
 
@@ -171,7 +174,8 @@ def test_a_refused_capture_is_launched_one_by_one_for_good() -> None:
         memory[2:] = 0.0
         bound.run()
         assert memory[2:6].tolist() == [3.0, 5.0, 8.0, 13.0]
-    assert len(Graph.made) == 1
+    refused, empty = Graph.made
+    assert refused.fault and not (refused.kept or empty.kept or empty.replays)
 
 
 def test_a_trace_times_each_launch() -> None:

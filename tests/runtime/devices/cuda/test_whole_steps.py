@@ -238,6 +238,20 @@ def test_what_cannot_be_captured_is_issued_item_by_item_for_good(
     case.close()
 
 
+def test_a_capture_that_fails_costs_no_other_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch leaves its memory and its random numbers in a capture that CUDA ended with an error."""
+    case = Case(monkeypatch)
+    first, failing, later = (case.bound(program()) for _ in range(3))
+    first.start()
+    for bound, refuses in ((first, False), (failing, True), (first, False), (later, False), (first, False)):
+        case.driver.refuses = refuses
+        for turn in range(3):
+            case.check(bound, turn, turn, 0)
+    assert whole(first).graph.replays == 8 and whole(later).graph.replays == 2 and whole(failing).graph is None
+    assert not case.driver.recording and not case.driver.drawing
+    case.close()
+
+
 def test_where_the_scratch_moves_a_step_is_captured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(monkeypatch)
     bound = case.bound(program())
