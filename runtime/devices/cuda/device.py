@@ -55,6 +55,8 @@ LOAD_NBYTES = 16 << 20  # pinned memory that resident weights pass through while
 # Streams of devices that are closed, for others to come: torch keeps a workspace of cuBLAS (32 MiB on an H100) for each
 # stream that ever multiplied, and gives new streams out of 32 in turn, which two devices in use must not share.
 IDLE: list[list[torch.cuda.Stream]] = []
+# Of kernels that move rows or sums: they begin before waiting parts of a matmul, else the link would wait for it too.
+URGENT = -1
 ISSUED = Ticket()  # of what the caller's thread issues itself
 ISSUED.done()
 
@@ -83,7 +85,8 @@ class CudaDevice(StreamedDevice):
         try:  # other threads may open devices too
             self.compute, *others = IDLE.pop()
         except IndexError:
-            self.compute, *others = (torch.cuda.Stream() for _ in (COMPUTE, *MOVES, COLLECT))
+            self.compute = torch.cuda.Stream()
+            others = [torch.cuda.Stream(priority=URGENT) for _ in (*MOVES, COLLECT)]
         self.streams = dict(zip((*MOVES, COLLECT), others, strict=True))
         self.workers = {stream: Worker(stream) for stream in (*MOVES, COLLECT, *UNORDERED, ATTEND)}
         self.events: dict[int, DeviceEvent] = {}

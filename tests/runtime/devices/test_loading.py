@@ -58,7 +58,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Any:
         def synchronize(self) -> None:
             self.stream.synchronize()
 
-    for name, value in (("is_available", lambda: True), ("Event", Event), ("Stream", lambda: Stream(log)),
+    for name, value in (("is_available", lambda: True), ("Event", Event), ("Stream", lambda priority=0: Stream(log)),
                         ("stream", lambda stream: contextlib.nullcontext()),
                         ("cudart", lambda: SimpleNamespace(cudaHostUnregister=lambda address: 0))):  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)

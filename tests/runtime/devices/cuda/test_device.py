@@ -37,8 +37,8 @@ from forebay.runtime.run.trace import Trace
 
 
 class Stream:
-    def __init__(self, name: str, log: list[str]) -> None:
-        self.name, self.log = name, log
+    def __init__(self, name: str, log: list[str], priority: int = 0) -> None:
+        self.name, self.log, self.priority = name, log, priority
 
     def wait_stream(self, other: Stream) -> None:
         self.log.append(f"{self.name} waits for {other.name}")
@@ -63,8 +63,8 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     made: list[Stream] = []
     current = threading.local()
 
-    def new() -> Stream:
-        made.append(Stream(f"stream {len(made)}", told))
+    def new(priority: int = 0) -> Stream:
+        made.append(Stream(f"stream {len(made)}", told, priority))
         return made[-1]
 
     @contextlib.contextmanager
@@ -117,6 +117,7 @@ def test_streams_are_those_of_a_device_that_was_closed(log: list[str]) -> None:
     first, second = (CudaDevice(Reader()) for _ in range(2))  # type: ignore[arg-type]
     streams = [{device.compute, *device.streams.values()} for device in (first, second)]
     assert len(streams[0]) == len(streams[1]) == 1 + len(first.streams) and not streams[0] & streams[1]
+    assert first.compute.priority == 0 and all(stream.priority < 0 for stream in first.streams.values())
     second.close()
     third = CudaDevice(Reader(), poison=True)  # type: ignore[arg-type]
     assert third.compute is second.compute and {third.compute, *third.streams.values()} == streams[1]
