@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import itertools
 import os
 import time
@@ -77,7 +78,8 @@ class ExchangeTurns:
 
     def __init__(self, kind: str, group: tuple[int, ...], worker: Worker, on: DeviceKind) -> None:
         self.kind, self.ranks, self.worker, self.device = kind, group, worker, on.kernels
-        self.synchronize = torch.get_device_module(on.kernels).synchronize
+        module = torch.get_device_module(on.kernels)
+        self.synchronize = functools.partial(module.synchronize, module.current_device())  # each thread has its own
         self.group, self.exchange = group_of(group), EXCHANGES[getattr(functional, kind).default]
         weight, x = torch.ones(BETWEEN, device=self.device), torch.ones(BETWEEN[1], device=self.device)
         out = torch.empty(BETWEEN[0], device=self.device)

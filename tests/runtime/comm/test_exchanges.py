@@ -1,13 +1,22 @@
-"""Exchanges in an order in which ranks would wait for each other are found before any is begun."""
+"""Exchanges in an order in which ranks would wait for each other are found before any is begun; their times are of the
+device of the rank."""
 
 from __future__ import annotations
 
 import random
+import threading
+from contextlib import closing
+from types import SimpleNamespace
 
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.runtime.comm.ranks import Exchanges, first_unmet
+from forebay.runtime.devices.kinds import HOST
+from forebay.runtime.devices.streams import Worker
+from forebay.runtime.measure import mesh
 
 Group = tuple[int, ...]
 groups = st.lists(st.integers(0, 3), min_size=2, max_size=4, unique=True).map(lambda ranks: tuple(sorted(ranks)))
@@ -39,3 +48,19 @@ def test_a_circle_of_pairs_that_agree_is_found() -> None:
     waiting = first_unmet([[ab, ca], [bc, ab], [ca, bc]])
     assert waiting is not None, "each pair meets once, and none of them ever does"
     assert first_unmet([[ab], []]) == (0, 1)
+
+
+def test_exchanges_are_waited_for_on_the_device_of_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker that makes them has a current device of its own, the first."""
+    current, waited = threading.local(), list[int]()
+    current.number = 3
+    module = SimpleNamespace(current_device=lambda: getattr(current, "number", 0),
+                             synchronize=lambda device=None: waited.append(module.current_device()
+                                                                          if device is None else device))
+    monkeypatch.setattr(torch, "get_device_module", lambda _: module)
+    monkeypatch.setattr(mesh, "group_of", lambda ranks: None)
+    monkeypatch.setattr(mesh, "from_all", lambda own: [own])
+    monkeypatch.setitem(mesh.EXCHANGES, mesh.functional.all_reduce.default, lambda *_: None)
+    with closing(Worker("collect")) as worker:
+        assert mesh.ExchangeTurns("all_reduce", (0,), worker, HOST).time_s(64, 0) >= 0
+    assert waited == [3] * mesh.REPEATS
