@@ -9,7 +9,7 @@ Writes benchmarks/results/<gpu>-<date>.json, and the table of inflection points 
 kernels/products/linear, where plans for such a GPU find it from then on; the same to $OUT where it is set. Shapes that
 were not timed keep what the table held for them. Times are medians of 30 CUDA graphs of calls over rotating buffers
 that together exceed the L2 (`gpu_cases/timing.py`). An aim that is missed says so in the table of results. Cases run in
-a process apart, so that one that faults or hangs is one failed row; results are written after each module.
+a process apart, so that one that faults or hangs is one failed row; results are written after each.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from forebay.runtime.devices.cuda.kind import CUDA
 
 STARTED = time.monotonic()
 LIMIT_S = 460.0
-WARM_LIMIT_S = 150.0
+WARM_SHARE = 0.4  # of the limit, within which kernels are compiled ahead
 CASE_S = 75.0  # a case that says nothing for so long is killed
 # An empty kernel of a graph takes START_S too: a call of less than SHORT_S is held to its bytes over the rate and that.
 SHORT_S, START_S = 10e-6, 2.5e-6
@@ -130,7 +130,7 @@ def run_case(case: Case, place: Place, ceilings: dict[str, float], match: str = 
 
 def run_all(families: dict[str, list[Case]], ask: Callable[[int], Row], timed: bool, keep: Callable[[list[Row]], None],
             limit_s: float = LIMIT_S) -> list[Row]:
-    """All rows, printed as they are made and kept after each module; late cases are left out, never an op's first.
+    """All rows, printed and kept as they are made; late cases are left out, never an op's first.
     `ask` gives the row of a case by its number."""
     rows: list[Row] = []
     numbers = itertools.count()
@@ -151,7 +151,7 @@ def run_all(families: dict[str, list[Case]], ask: Callable[[int], Row], timed: b
                 continue
             rows.append(row)
             print(line(row), flush=True)
-        keep(rows)
+            keep(rows)
     return rows
 
 
@@ -162,6 +162,9 @@ def warm(place: Place, cases: list[Case], match: str) -> None:
             work = case.make(place)
             if not re.search(match, work.shape):
                 continue
+            if place.tiny:
+                work.verify()
+                continue
             for calls in (work.ours, *work.candidates.values(), *work.rivals.values()):
                 calls[0]()
         except Exception:
@@ -169,14 +172,14 @@ def warm(place: Place, cases: list[Case], match: str) -> None:
         torch.cuda.empty_cache()
 
 
-def warm_in_parallel(arguments: list[str]) -> None:
-    """Compile in several processes, as one would take most of the time there is."""
+def warm_in_parallel(arguments: list[str], limit_s: float) -> None:
+    """Compile in several processes, as one would take most of the time there is, for `limit_s` seconds at most."""
     count = max(1, min(12, (os.cpu_count() or 2) - 2))
     command = [sys.executable, "-m", "benchmarks.gpu", *arguments]
     workers = [subprocess.Popen([*command, "--warm", f"{i},{count}"]) for i in range(count)]
     try:
         for worker in workers:
-            worker.wait(max(1.0, STARTED + WARM_LIMIT_S - time.monotonic()))
+            worker.wait(max(1.0, STARTED + limit_s - time.monotonic()))
     except subprocess.TimeoutExpired:
         say("compiling ahead takes long: the rest is compiled when it is needed")
     finally:
@@ -229,17 +232,19 @@ def main() -> int:
     if not options.interpret and not torch.cuda.is_available():
         print("benchmarks.gpu: no CUDA device; --interpret checks the kernels without one")
         return 0
-    if tiny:
-        here = Place(torch.device(CPU.name if options.interpret else CUDA.name), tiny=True)
-        rows = run_all(families, lambda number: run_case(cases[number], here, {}, options.match), False,
-                       lambda rows: None)
-        write_json(options, rows)
-        return int(any("failed" in row for row in rows))
-    place = Place(torch.device(CUDA.name, 0), False, torch.cuda.get_device_properties(0).L2_cache_size)
+    asked = ["--ops", ",".join(ops), "--match", options.match]
+    device = torch.device(CPU.name) if options.interpret else torch.device(CUDA.name, 0)
+    place = Place(device, tiny, 0 if tiny else torch.cuda.get_device_properties(0).L2_cache_size)
     if options.warm:
         first, step = options.warm
         warm(place, cases[first::step], options.match)
         return 0
+    if tiny:
+        if options.tiny:
+            warm_in_parallel([*asked, "--tiny"], WARM_SHARE * options.limit)
+        rows = run_all(families, lambda number: run_case(cases[number], place, {}, options.match), False,
+                       functools.partial(write_json, options))
+        return int(any("failed" in row for row in rows))
     if options.answer:
         known = json.loads(options.answer)
         serve(lambda number: run_case(cases[number], place, known, options.match), check_gpu)
@@ -256,8 +261,7 @@ def main() -> int:
         f"{limits['read_bytes_per_s'] / 1e9:.0f} GB/s, bf16 matmul "
         f"{limits['matmul_bf16_flop_per_s'] / 1e12:.0f} TFLOP/s, from pinned memory "
         f"{limits['host_to_device_bytes_per_s'] / 1e9:.1f} GB/s")  # fmt: skip
-    asked = ["--ops", ",".join(ops), "--match", options.match]
-    warm_in_parallel(asked)
+    warm_in_parallel(asked, WARM_SHARE * options.limit)
     say("compiled")
     worker = IsolatedWorker([sys.executable, "-m", "benchmarks.gpu", *asked, "--answer", json.dumps(limits)])
     keep = functools.partial(write, ceilings=limits, tables=not options.match, name=options.name)

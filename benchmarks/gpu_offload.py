@@ -29,15 +29,10 @@ import torch
 
 from benchmarks.command import arguments, write_json
 from benchmarks.gpu import STARTED, say
-from benchmarks.gpu_cases import offloaded, resident, whole_steps
-from benchmarks.gpu_cases.large_steps import (
-    measure_blocks,
-    measure_flexgen,
-    measure_peer,
-    measure_throughput,
-)
+from benchmarks.gpu_cases import offloaded, ranked, resident, whole_steps
+from benchmarks.gpu_cases.large_steps import measure_blocks, measure_flexgen, measure_peer, measure_throughput
 from benchmarks.gpu_cases.offloaded import Row, begin_peak, peak_within, saved_model, step_row, token_times
-from benchmarks.isolated import IsolatedWorker, check_gpu, serve
+from benchmarks.isolated import IsolatedRanks, IsolatedWorker, check_gpu, serve
 from benchmarks.models import RandomShape
 
 LIMIT_S = 520.0  # of the whole run: a job that begins late gets the rest
@@ -81,7 +76,7 @@ def jobs() -> list[Row]:
                for shape in ("llama", "opt")]
     shared = [{"part": "shared", "weights": weights} for weights in ("w8", "w4")]
     routed = [{"part": "routed", "source": source, "slots": slots} for source in ("host", "disk") for slots in (3, 8)]
-    last = whole_steps.jobs() + resident.jobs()
+    last = whole_steps.jobs() + resident.jobs() + ranked.jobs()
     return tokens + routed + ways + shared + formats + speed[:3] + peers + opt + speed[3:] + blocks + last
 
 
@@ -125,6 +120,18 @@ def check_tokens(scratch: Path, machine: Any, job: Row) -> Row:
     if job["host"]:
         budget["host"] = int(nbytes * job["host"]) + (8 << 20)
     return compare_tokens(folder, machine, budget, streams if job["share"] < 1 else lambda _: {}, slots=job["slots"])
+
+
+def check_ranks(scratch: Path, machine: Any, job: Row) -> Row:
+    """Tokens of ranks whose parts stream; decode steps of the large model where the job has a batch."""
+    if "batch" in job:
+        return ranked.measure_ranks(scratch, machine, job)
+    machine = ranked.joined(scratch, machine)
+    folder = ranked.shared_model(scratch, SMALL, torch.float32)
+    part = offloaded.model_nbytes(folder) // ranked.RANKS
+    budget = {"device": part // 2 + offloaded.workspace_nbytes(),
+              "host": (part if job["source"] == "host" else part // 3) + (8 << 20)}
+    return ranked.of_all(compare_tokens(folder, machine, budget, streams, mesh=job["mesh"]))
 
 
 def check_routed(scratch: Path, machine: Any, job: Row) -> Row:
@@ -225,6 +232,7 @@ PARTS: dict[str, Callable[[Path, Any, Row], Row]] = {
     "tokens": check_tokens, "routed": check_routed, "ways": check_ways, "shared": check_shared,
     "formats": check_formats, "throughput": measure_throughput, "peer": measure_peer, "flexgen": measure_flexgen,
     "blocks": measure_blocks, "resident": resident.measure_resident, "whole_steps": whole_steps.measure_whole_steps,
+    "ranks": check_ranks,
 }
 
 
@@ -264,6 +272,9 @@ def main() -> int:
     if options.answer:
         answer(options.answer)
         return 0
+    if torch.cuda.device_count() < ranked.RANKS and "ranks" in options.parts:
+        say(f"ranks: left out, a model is shared by {ranked.RANKS} GPUs and {torch.cuda.device_count()} is here")
+        options.parts.remove("ranks")
     from forebay.rewriter.machine.profile import save_machine
     from forebay.runtime.measure.machine import measure_machine
 
@@ -278,7 +289,8 @@ def main() -> int:
         result["links"] = [f"{x.src}->{x.dst} {x.method} {x.bandwidth_bytes_per_s / 1e9:.2f} GB/s"
                            for x in machine.links]  # fmt: skip
         say("; ".join(result["links"]))
-        worker = IsolatedWorker([sys.executable, "-m", "benchmarks.gpu_offload", "--answer", scratch])
+        command = [sys.executable, "-m", "benchmarks.gpu_offload", "--answer", scratch]
+        worker, ranks = IsolatedWorker(command), IsolatedRanks(command, ranked.RANKS)
         try:
             for number, job in enumerate(jobs()):
                 if job["part"] not in options.parts or not re.search(options.match, name_of(job)):
@@ -286,13 +298,15 @@ def main() -> int:
                 left = STARTED + options.limit - time.monotonic()
                 row: Row = {"skipped": "left out, no time left"}
                 if left > LEAST_S:
-                    row = worker.ask(number, JOB_S.get(job["part"], OTHERS_S), left)
+                    asked = ranks if job["part"] == "ranks" else worker
+                    row = asked.ask(number, JOB_S.get(job["part"], OTHERS_S), left)
                 result["rows"].append(job | row)
                 say(line(job, row))
                 target.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
                 write_json(options, result)
         finally:
             worker.close()
+            ranks.close()
     say(f"written to {target}")
     return int(any("failed" in row for row in result["rows"]))
 

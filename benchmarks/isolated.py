@@ -11,10 +11,13 @@ import json
 import math
 import os
 import select
+import socket
 import subprocess
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import IO, Any
 
 STALLED_S = 60.0
@@ -60,6 +63,36 @@ class IsolatedWorker:
             self.process = None
 
 
+class IsolatedRanks:
+    """`count` processes of a command, which find each other as those of torchrun do, and do each job together."""
+
+    def __init__(self, command: list[str], count: int) -> None:
+        self.command, self.count = command, count
+        self.workers: list[IsolatedWorker] = []
+
+    def ask(self, job: Any, limit_s: float = math.inf, most_s: float = math.inf) -> dict[str, Any]:
+        """What rank 0 answers, as `IsolatedWorker.ask`; the failures of all where one fails, which leaves none."""
+        if not self.workers:
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                known = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]),
+                         "WORLD_SIZE": str(self.count)}
+            self.workers = [IsolatedWorker(self.command, {**os.environ, **known, "RANK": str(rank)})
+                            for rank in range(self.count)]
+        with ThreadPoolExecutor(self.count) as threads:
+            rows = list(threads.map(lambda worker: worker.ask(job, limit_s, most_s), self.workers))
+        failed = [f"rank {rank}: {row['failed']}" for rank, row in enumerate(rows) if "failed" in row]
+        if failed:
+            self.close()
+        return rows[0] | ({"failed": "; ".join(failed)} if failed else {})
+
+    def close(self) -> None:
+        """End the processes; the next job gets new ones."""
+        for worker in self.workers:
+            worker.close()
+        self.workers = []
+
+
 def _ended(process: subprocess.Popen[bytes]) -> str:
     try:
         code = process.wait(10)
@@ -75,13 +108,16 @@ def serve(run: Callable[[Any], dict[str, Any]], check: Callable[[], object] = la
     answers: IO[str] = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     for line in sys.stdin:
-        faulthandler.dump_traceback_later(stalled_s, repeat=True)  # where a job hangs, standard error says
+        # Where a job hangs, standard error says; by a thread that has Python's lock, without which a dump may crash.
+        hanging = threading.Timer(stalled_s, faulthandler.dump_traceback)
+        hanging.daemon = True
+        hanging.start()
         try:
             row = run(json.loads(line))
         except Exception as error:
             traceback.print_exc()
             row = {"failed": _text_of(error)}
-        faulthandler.cancel_dump_traceback_later()
+        hanging.cancel()
         try:
             check()
         except Exception as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,19 +33,27 @@ def prompts(shape: RandomShape, batch: int, length: int) -> torch.Tensor:
 
 def measure_throughput(scratch: Path, machine: Any, job: Row) -> Row:
     """Decode tokens/s of the large model under the device budget, from host memory or from disk."""
+    shape, dtype = kind_of(job)
+    folder = saved_model(scratch, shape, dtype, job["weights"])
+    return decode_row(folder, shape, machine, job["batch"], job["source"])
+
+
+def decode_row(folder: Path, shape: RandomShape, machine: Any, batch: int, source: str, ranks: int = 1,
+               look: Callable[[Any], Row] = lambda _: {}, **options: Any) -> Row:
+    """Decode steps of a model whose weights stream from `source`, beside the link's bandwidth; each of `ranks` has its
+    share of the budget. `look` describes the open model."""
     from forebay.api import wrap
 
-    shape, dtype = kind_of(job)
-    folder, batch = saved_model(scratch, shape, dtype, job["weights"]), job["batch"]
-    budget = {"device": int(offloaded.DEVICE_SHARE * offloaded.model_nbytes(folder))}
-    if job["source"] == "host":
-        budget["host"] = offloaded.model_nbytes(folder) + (1 << 30)
+    nbytes = offloaded.model_nbytes(folder) // ranks
+    budget = {"device": int(offloaded.DEVICE_SHARE * nbytes)}
+    if source == "host":
+        budget["host"] = nbytes + (1 << 30)
     before = begin_peak()
-    with wrap(folder, budget, batch=batch, prompt=64, new_tokens=12, machine=machine) as lm:
+    with wrap(folder, budget, batch=batch, prompt=64, new_tokens=12, machine=machine, **options) as lm:
         ids = prompts(shape, batch, 64)
         lm.generate(ids, max_new_tokens=3, eos_token_id=None)
-        row, p = step_row(token_times(lm, ids, 12), batch), lm.plan.prediction
-    link = machine.link("host", "device") if job["source"] == "host" else machine.link("disk", "host")
+        row, p = step_row(token_times(lm, ids, 12), batch) | look(lm), lm.plan.prediction
+    link = machine.link("host", "device") if source == "host" else machine.link("disk", "host")
     row |= {"moved_nbytes": p.streamed_nbytes, "bytes_per_s": p.streamed_nbytes / row["step_s"],
             "link_bytes_per_s": link.bandwidth_bytes_per_s, "predicted_step_s": p.decode_time_s,
             "plan_nbytes": p.peak_nbytes} | peak_within(budget["device"], before)  # fmt: skip

@@ -51,16 +51,20 @@ def begin_peak() -> tuple[int, int]:
     what this process holds already: torch keeps a workspace of cuBLAS for each stream that ever multiplied."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
+    return context_nbytes(), torch.cuda.memory_reserved()
+
+
+def context_nbytes() -> int:
+    """What is taken of the GPU now that torch's allocator did not give out: by other processes, and by the driver."""
     free, total = torch.cuda.mem_get_info()
-    held = torch.cuda.memory_reserved()
-    return total - free - held, held
+    return total - free - torch.cuda.memory_reserved()
 
 
 def peak_within(budget: int, before: tuple[int, int]) -> Row:
     """What was reserved at most since `begin_peak`; a failure where the budget, and what generating takes, is less."""
-    context_nbytes, held = before
+    context, held = before
     peak = torch.cuda.max_memory_reserved() - held
-    row: Row = {"peak_nbytes": peak, "budget_nbytes": budget, "context_nbytes": context_nbytes}
+    row: Row = {"peak_nbytes": peak, "budget_nbytes": budget, "context_nbytes": context}
     over = peak > budget + CALLER_NBYTES
     return row | ({"failed": f"took {peak} bytes of the device, the budget is {budget}"} if over else {})
 

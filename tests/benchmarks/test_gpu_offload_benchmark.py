@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from budgets import WITH_KERNELS
 from forked import run_code
+
+ROOT = Path(__file__).parents[2]
 
 CODE = """
 import sys, pytest, torch, benchmarks.gpu_offload as bench
@@ -54,6 +59,48 @@ for job in resident.jobs()[:4]:
 if not large_steps.installed("flexgen"):
     assert "pip install" in bench.line({"part": "flexgen"}, bench.PARTS["flexgen"](Path(), machine, {"batch": 1}))
 """
+
+RANKS = """
+import sys, torch, benchmarks.gpu_offload as bench
+from benchmarks.gpu_cases import offloaded, ranked
+from pathlib import Path
+from forebay.rewriter.machine.profile import Machine
+from forebay.runtime.measure import mesh
+
+torch.set_num_threads(1)
+offloaded.GPU, offloaded.LARGE, offloaded.DEVICE_SHARE = "cpu", bench.SMALL, 0.8
+torch.cuda.reset_peak_memory_stats = torch.cuda.empty_cache = lambda: None
+torch.cuda.max_memory_reserved = torch.cuda.memory_reserved = lambda: 0
+torch.cuda.mem_get_info = lambda: (1 << 30, 3 << 30)
+Machine.link = lambda self, src, dst, find=Machine.link: find(self, "disk", "device")  # the only one here
+mesh.NBYTES, mesh.TURNS, mesh.ROUNDS = (256, 1 << 20), 2, 1
+machine, jobs = Machine.default(), ranked.jobs()
+bench.serve(lambda number: bench.PARTS["ranks"](Path(sys.argv[1]), machine, jobs[number]))
+"""
+
+
+@pytest.mark.all
+@WITH_KERNELS
+def test_ranks_share_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over gloo, in processes as the benchmark starts them: tokens, and bytes and rates of each rank."""
+    spec = importlib.util.spec_from_file_location("isolated", ROOT / "benchmarks" / "isolated.py")
+    assert spec is not None and spec.loader is not None
+    isolated = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(isolated)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(ROOT), str(ROOT / "src"))))
+    ranks = isolated.IsolatedRanks([sys.executable, "-c", RANKS, str(tmp_path)], 2)
+    try:
+        rows = [ranks.ask(number, 120.0) for number in (0, 2, 5)]
+    finally:
+        ranks.close()
+    for row in rows:
+        assert "failed" not in row, row
+        assert len(row["context_nbytes of ranks"]) == 2
+    tensor, stages, decode = rows
+    assert tensor["same"] and stages["same"] and min(tensor["streamed_nbytes of ranks"]) > 0
+    assert len({*tensor["streamed_nbytes of ranks"]}) == 1 and decode["exchanges"] == 2 * 4 + 1
+    assert decode["exchanged_nbytes"] == 32 * 4 * (8 * 256 + 2048) // 2
+    assert decode["bound_s"] >= decode["exchanges_alone_s"] > 0 < decode["all_reduce_bytes_per_s"]
 
 
 @pytest.mark.all

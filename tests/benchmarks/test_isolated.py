@@ -24,7 +24,7 @@ from isolated import serve
 
 def run(number):
     print("jobs may print")
-    if number == 1:
+    if number == 1 and os.environ.get("RANK") != "0":
         os.kill(os.getpid(), signal.SIGSEGV)
     if number == 2:
         time.sleep(60)
@@ -32,9 +32,9 @@ def run(number):
         return {"failed": "faulted", "lost": True}
     if number == 4:
         return {"failed": "inexact"}
-    return {"pid": os.getpid(), "number": number}
+    return {"pid": os.getpid(), "number": number, "ranks": os.environ.get("WORLD_SIZE")}
 
-serve(run)
+serve(run, stalled_s=0.5)
 """
 
 
@@ -57,6 +57,12 @@ def test_the_jobs_after_a_crash_a_fault_and_a_hang_are_answered(worker) -> None:
     fourth = worker.ask(7, 5)
     assert [a["number"] for a in (first, second, third, fourth)] == [0, 5, 6, 7]
     assert len({a["pid"] for a in (first, second, third, fourth)}) == 4
+
+
+def test_a_job_that_hangs_says_where(worker, capfd: pytest.CaptureFixture[str]) -> None:
+    worker.ask(0, 5)
+    assert worker.ask(2, 1.5) == {"failed": "no answer in 2 s"}
+    assert " in run\n" in capfd.readouterr().err
 
 
 def test_a_failure_that_leaves_its_process_sound_keeps_it(worker) -> None:
@@ -82,3 +88,18 @@ def test_a_new_process_gets_no_more_time_than_is_left(worker) -> None:
     begin = time.monotonic()
     assert worker.ask(2, 0.2, 0.3) == {"failed": "no answer in 0 s"}
     assert time.monotonic() - begin < 15  # it would have 20 s to start in
+
+
+def test_ranks_do_a_job_together_and_one_that_dies_takes_the_others_along(worker) -> None:
+    ranks = isolated.IsolatedRanks(worker.command, 2)
+    first = ranks.ask(0, 5)
+    assert first["ranks"] == "2" and ranks.ask(5, 5)["pid"] == first["pid"]
+    pids = [each.process.pid for each in ranks.workers]
+    assert len({*pids}) == 2 and pids[0] == first["pid"]
+    assert ranks.ask(1, 5)["failed"] == "rank 1: its process ended with signal 11"
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    assert ranks.ask(3, 5)["failed"] == "rank 0: faulted; rank 1: faulted"
+    assert ranks.ask(6, 5)["number"] == 6
+    ranks.close()
