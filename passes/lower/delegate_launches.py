@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,12 +21,14 @@ def delegate_launches(draft: Draft, plan: Plan) -> None:
     Store before it, and an Evict where the operand's memory is wanted back; a result comes back by a Fetch, issued one
     result ahead of its reader, so that the device computes for other micro-batches meanwhile. A draft without such
     launches is left as it is. ValueError where the plan's host memory is too small for a turn's operands."""
-    if any(_touches_host(item) for item in draft.items):
+    if any(_touches_host(item, plan.in_place) for item in draft.items):
         _Delegating(draft, plan).run()
 
 
-def _touches_host(item: Item | Mark) -> bool:
-    return type(item) is Launch and any(s.arena == HOST for s in (*item.reads, *item.writes))
+def _touches_host(item: Item | Mark, in_place: Collection[str]) -> bool:
+    """Return whether a launch touches host memory that the device does not reach."""
+    return type(item) is Launch and any(
+        s.arena == HOST and s.buffer not in in_place for s in (*item.reads, *item.writes))
 
 
 @dataclass
@@ -40,8 +43,9 @@ class _Delegating:
     used: dict[str, int] = field(default_factory=dict)  # bytes of the host memory of the turn under way
 
     def run(self) -> None:
+        in_place = self.plan.in_place
         for item in self.draft.items:
-            if _touches_host(item):
+            if _touches_host(item, in_place):
                 assert type(item) is Launch
                 self._move(item)
             elif type(item) is Release and self._ends_leaving(item):

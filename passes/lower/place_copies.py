@@ -88,7 +88,7 @@ class _Placing:
         if self.orders:
             self._later_step()
         return Program(draft.name, tuple(self.items), tuple(self.prologue), dict(self.plan.arenas), draft.resident,
-                       draft.inputs, draft.outputs, files=draft.files)
+                       draft.inputs, draft.outputs, files=draft.files, in_place=self.plan.in_place)
 
     def _step(self) -> None:
         self.items, self.sent, self.waited, self.behind, self.behind_top = [], {}, -1, True, set()

@@ -219,7 +219,8 @@ class CacheStaging:
 
     def _stays(self, tier: str) -> bool:
         """Return whether caches of a tier are attended there."""
-        return tier == "device" or (tier == "host" and self.batching.attends_on_host(self.tokens))
+        cache = self.batching.cache
+        return tier == "device" or (tier == "host" and (cache.in_place or self.batching.attends_on_host(self.tokens)))
 
     def _home(self, layer: int, micro_batch: int) -> Span:
         """The bytes that a micro-batch's blocks are among where its cache lives."""

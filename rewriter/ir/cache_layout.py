@@ -149,10 +149,11 @@ class StagedLayer:
         """Words of a block."""
         return self.block_nbytes // WORD
 
-    def entering_nbytes(self, tier: str) -> int:
-        """Return the bytes of the buffer `admitted` for an admitted sequence: all of a cache on the device, of others
-        the tails."""
-        return (self.nbytes if tier == "device" else self.tail_nbytes) // self.sequences
+    def entering_nbytes(self, tier: str, in_place: bool = False) -> int:
+        """Return the bytes of the buffer `admitted` for an admitted sequence: all of a cache on the device, or one that
+        it reads `in_place`, of others the tails."""
+        stays = tier == "device" or (tier == "host" and in_place)
+        return (self.nbytes if stays else self.tail_nbytes) // self.sequences
 
     def as_blocks(self, place: Span | BufferPlacement, buffer: str, first: int, count: int) -> TensorRef:
         """A place, from block `first` on, as `count` rows of a block each."""

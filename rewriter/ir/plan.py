@@ -20,6 +20,7 @@ from forebay.rewriter.ir.printable import PrintableError
 from forebay.rewriter.ir.schedule.batch_schedule import ALONE, BatchSchedule
 from forebay.rewriter.ir.schedule.routed_fetch import RoutedFetch
 from forebay.rewriter.ir.score_range import ScoreRange, check_ranges
+from forebay.rewriter.ir.workload import Workload as Workload
 
 VERSION = 4
 TIERS = ("device", "host", "disk")
@@ -33,62 +34,14 @@ class PlanError(PrintableError, ValueError):
 
 
 @dataclass(frozen=True)
-class Workload:
-    """The workload of a model: sequences at once, and tokens of the longest prompt and answer, for which there is room.
-    Times are of usual ones, the means (0: as the longest); medians know nothing of the few that are long."""
-
-    batch: int = 1
-    prompt: int = 64
-    new_tokens: int = 64
-    typical_prompt: int = 0
-    typical_new_tokens: int = 0
-
-    @property
-    def context(self) -> int:
-        """Cache positions each sequence needs: every token but the last answer token is appended."""
-        return self.prompt + self.new_tokens
-
-    @property
-    def typical(self) -> tuple[int, int]:
-        """Tokens of a usual prompt and answer."""
-        return (min(self.typical_prompt or self.prompt, self.prompt),
-                min(self.typical_new_tokens or self.new_tokens, self.new_tokens))
-
-    def of(self, batch: int, prompt: int, new_tokens: int) -> Workload:
-        """So many sequences of at most so many tokens, as long as these usually are."""
-        typical = min(self.typical_prompt, prompt), min(self.typical_new_tokens, new_tokens)
-        return Workload(batch, prompt, new_tokens, *typical)
-
-    def whole(self, batching: BatchSchedule) -> Workload:
-        """Round up to whole micro-batches, and to a prompt that a prefill step can compute."""
-        count = batching.micro_batches.count
-        prompt = max(self.prompt, 3) if batching.admitted else self.prompt  # steps over fewer decode or check drafts
-        return replace(self, batch=-(-self.batch // count) * count, prompt=prompt)
-
-    def effective_lengths(self, batching: BatchSchedule) -> tuple[int, int]:
-        """Tokens of the prompt and answer for which steps are counted.
-
-        They are typical lengths where a sequence is alone or has a batch slot, else the longest ones.
-        """
-        return self.typical if batching.admitted or self.batch == 1 else (self.prompt, self.new_tokens)
-
-    def before(self, tokens: int, batching: BatchSchedule) -> float:
-        """Tokens before a step over `tokens` that it attends to, on average: within the answer, or in a prefill within
-        the prompt."""
-        prompt, answer = self.typical
-        if batching.is_prefill(tokens):
-            return max(0, self.effective_lengths(batching)[0] - tokens) / 2
-        return (prompt + answer / 2) * batching.sparsity.blocks
-
-
-@dataclass(frozen=True)
 class WeightPlacement:
     """The tier of one weight and how it is read; a weight that is not on disk has a buffer of its name.
 
     `tier` device: resident. Otherwise it streams: in tiles of `tile_rows` rows (0: whole), or, with `gather`, only the
     rows that a lookup names, or, in the steps of `Schedule.routed`, only experts that a router names and that are not
-    in a pool of `pool_slots`. With `on_host` these steps compute with it in host memory, where it lies. `nbytes`
-    counts the stored format.
+    in a pool of `pool_slots`. With `on_host` the CPU computes with it in these steps, in host memory, where it lies.
+    With `in_place` kernels of the device read it there in all steps, and it does not stream. `nbytes` counts the stored
+    format.
     """
 
     name: str
@@ -99,6 +52,12 @@ class WeightPlacement:
     gather: bool = False
     pool_slots: int = 0
     on_host: bool = False
+    in_place: bool = False
+
+    @property
+    def streams(self) -> bool:
+        """Whether it comes to the device for each step."""
+        return self.tier != "device" and not self.in_place
 
     @property
     def routed(self) -> bool:
@@ -216,9 +175,16 @@ class Plan:
         return self._by_name[name]
 
     def streams(self, name: str) -> bool:
-        """Return whether `name` is a weight that does not live on the device (constants always do)."""
+        """Return whether `name` is a weight that comes to the device for each step (constants always live there)."""
         placement = self._by_name.get(name)
-        return placement is not None and placement.tier != "device"
+        return placement is not None and placement.streams
+
+    @property
+    def in_place(self) -> frozenset[str]:
+        """The buffers of weights and caches in host memory that kernels of the device reach where they lie."""
+        caches = self.schedule.batching.cache.in_place
+        return frozenset((*(w.name for w in self.weights if w.in_place), *(
+            b.name for b in self.buffers if caches and b.kind == "cache" and b.arena == "host")))
 
     @property
     def _by_name(self) -> Mapping[str, WeightPlacement]:
@@ -386,6 +352,9 @@ def validate(plan: Plan) -> None:
             raise PlanError(f"{at}.format: {error}") from error
         if w.nbytes < 0 or w.tile_rows < 0 or w.pool_slots < 0:
             raise PlanError(f"{at}: negative size")
+        if w.in_place and (w.tier != "host" or w.tile_rows or w.gather or w.pool_slots or w.on_host):
+            raise PlanError(f"{at}.in_place: kernels read a whole weight in place, of the tier host alone; tile_rows, "
+                            "gather, pool_slots and on_host are for others")
     _validate_cache(plan)
     if fault := s.routed.fault(s.step_sizes, [w.tier for w in plan.weights if w.pool_slots], [
             "pool" if w.pool_slots else w.tier for w in plan.weights if w.on_host], s.host_hop,

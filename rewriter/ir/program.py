@@ -284,6 +284,7 @@ class Program:
     once: bool = False  # the step runs a single time: memory need not be left as it was found
     files: dict[str, int] = field(default_factory=dict)  # nbytes of each spill file; spans name them as they do arenas
     seen: dict[int, float] = field(default_factory=dict)  # tokens that predictions let so many queries attend to
+    in_place: frozenset[str] = frozenset()  # buffers of host memory that launches of the device reach where they lie
 
     def items(self, steps: int = 1) -> Iterator[Item]:
         """Prologue and `steps` steps, as they are issued."""

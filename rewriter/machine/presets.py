@@ -7,6 +7,7 @@ from pathlib import Path
 
 from forebay.rewriter.ir.files import read_input_text
 from forebay.rewriter.ir.printable import PrintableError
+from forebay.rewriter.machine.links import onto_device
 from forebay.rewriter.machine.profile import Link, Machine, Tier, machine_from_json
 
 GIB, TIB = 1 << 30, 1 << 40
@@ -88,13 +89,14 @@ def _sheet(
 def _gpu(
     name: str, device_kind: str, *, device_gb: float, peak_tflops: float, peak_gb_per_s: float,
     link: tuple[float, str], host_gib: int, disk: tuple[int, float, float], interconnect_gb_per_s: float, sheet: str,
-    host: str, memory: tuple[float, str], cores: int,
+    host: str, memory: tuple[float, str], cores: int, in_place: tuple[float, str] = (0.0, ""),
 ) -> Machine:
-    """A preset from a data sheet, with attained rates that are stated assumptions, the same for every such preset."""
+    """A preset from a data sheet, with attained rates that are stated assumptions, the same for every such preset.
+    in_place: GB/s of host memory at its peak, as kernels read it."""
     up, link_source = link[0] * 1e9, link[1]
     flops, read = peak_tflops * 1e12, peak_gb_per_s * 1e9
     share = "assumed share of the peak: "
-    return _sheet(
+    found = _sheet(
         name, device_kind, nbytes=(int(0.94 * device_gb * 1e9), host_gib * GIB, int(disk[0] * 1e9)), read=0.8 * read,
         up=up, down=up, disk=(disk[1] * 1e9, disk[2] * 1e9), attention=0.6 * read, host_attention=0.7e9 * memory[0],
         product_flops=0.7 * flops, attention_flops=0.2 * flops, peaks=(flops, read, interconnect_gb_per_s * 1e9),
@@ -109,6 +111,22 @@ def _gpu(
             "products": share + "0.7, large half-precision products",
             "prompt attention": share + "0.2, fused causal attention (0.4 with what the mask leaves out)",
             "peak": sheet, "peak memory": sheet, "interconnect": sheet})
+    return found if not in_place[0] else dataclasses.replace(
+        found, host_read_bytes_per_s=0.8e9 * in_place[0],
+        sources={**found.sources, "host_read_bytes_per_s": f"{share}0.8 of {in_place[0]:g} GB/s, {in_place[1]}"})
+
+
+def _one_memory(machine: Machine, source: str) -> Machine:
+    """A preset whose GPU computes in the host's memory: all of it is the device's, and disk reads land there."""
+    links, path = onto_device(machine.links), "links.{}.{}.{}"
+    sources = {path.format(link.src, link.dst, number): machine.sources[path.format(*(
+        "host" if tier == "device" else tier for tier in (link.src, link.dst)), number)]
+               for link in links for number in ("bandwidth_bytes_per_s", "latency_s")}
+    return dataclasses.replace(
+        machine, one_memory=True, host_read_bytes_per_s=machine.tiers["device"].bandwidth_bytes_per_s,
+        links=machine.links + links, tiers={**machine.tiers, "host": Tier(0, 0.0)}, sources={
+            **machine.sources, **sources, "host_read_bytes_per_s": source,
+            "tiers.host.capacity_nbytes": "is the device's"})
 
 
 def _laptop(name: str, gib: int, cores: int, transfers: int, disk: tuple[float, float]) -> Machine:
@@ -205,6 +223,18 @@ PRESETS: dict[str, Machine] = {machine.name: machine for machine in (
     _gpu("h200", "NVIDIA H200",
          memory=_DDR5, cores=48, device_gb=141, peak_tflops=989, peak_gb_per_s=4800, link=_PCIE5, host_gib=1024,
          disk=(3800, 12.0, 6.0), interconnect_gb_per_s=450, sheet="NVIDIA H200 SXM data sheet", host=_HOST),
+    _gpu("gh200", "NVIDIA GH200 480GB",
+         memory=(512.0, "LPDDR5X, up to 512 GB/s"), cores=72, device_gb=96, peak_tflops=989, peak_gb_per_s=4000,
+         link=(360.0, "NVLink-C2C: 450 GB/s each way, 360 attained by copies (assumed, 0.8)"), host_gib=400,
+         disk=(3800, 12.0, 6.0), interconnect_gb_per_s=450, sheet="NVIDIA GH200 data sheet (96 GB of HBM3)",
+         host="NVIDIA GH200 data sheet: 480 GB of LPDDR5X, 400 GiB of it free (assumed); disk assumed",
+         in_place=(450.0, "each way of NVLink-C2C")),
+    _one_memory(_gpu(
+        "gb10", "NVIDIA GB10", memory=(273.0, "256 bits of LPDDR5X"), cores=20, device_gb=110, peak_tflops=125,
+        peak_gb_per_s=273, link=(109.0, "a copy reads and writes the same memory: 0.4 of 273 GB/s (assumed)"),
+        host_gib=1, disk=(3800, 6.0, 3.0), interconnect_gb_per_s=0,
+        sheet="NVIDIA DGX Spark data sheet (128 GB at 273 GB/s, 110 of it free; an eighth of 1 PFLOP of sparse FP4)",
+        host="assumed: a PCIe 4.0 NVMe disk"), "is the device's memory, by its own page tables"),
     _gpu("tpu-v4", "TPU v4",
          memory=_DDR4, cores=32, device_gb=32 * GIB / 1e9, peak_tflops=275, peak_gb_per_s=1200,
          link=(12.5, "assumed: PCIe 3.0 x16, 12.5 GB/s attained"), host_gib=256, disk=(1000, 2.0, 1.0),

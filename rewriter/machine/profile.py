@@ -16,6 +16,8 @@ from forebay.rewriter.ir.files import read_input_text, write_text
 from forebay.rewriter.ir.from_json import from_json
 from forebay.rewriter.machine.both_ways import BothWays, side_by_side
 from forebay.rewriter.machine.fits import Fit, fit_times, on_curve
+from forebay.rewriter.machine.links import Link as Link
+from forebay.rewriter.machine.links import Tier as Tier
 from forebay.rewriter.machine.mesh_links import MeshLinks
 from forebay.rewriter.machine.points import AttentionPoint, Contention, GemmPoint, intensity
 from forebay.runtime.devices.kind import DeviceKind
@@ -24,41 +26,12 @@ from forebay.runtime.devices.kinds import HOST, kind_of
 FORMAT = 4  # of the JSON file; a kept profile of another format is measured anew
 TIERS = ("device", "host", "disk")
 HALVES = ("bfloat16", "float16")
+ALIKE = 0.9  # of the rate at which a GPU reads its memory: rates that measurements do not tell apart
 BUSY = 0.15  # of the cores' time: what was timed while others took more is measured again when they do not
 # Of the computing thread, to issue a copy and be woken by it: on two cores steps in tiles of 1 MiB took 0.15 to 0.3 ms
 # more per additional copy than in tiles of 2 to 4 MiB. To a GPU copies are issued by threads of their own.
 CPU_COPY_ISSUE_S = 1e-4
 ROW_REQUEST_S = 4e-5  # on two cores, with two to four requests in flight
-
-
-@dataclass(frozen=True)
-class Tier:
-    """A place for bytes: how many it offers, and how fast what computes on it reads it (0: nothing computes there)."""
-
-    capacity_nbytes: int
-    bandwidth_bytes_per_s: float
-
-
-@dataclass(frozen=True)
-class Link:
-    """A path between two tiers: moving n bytes takes latency_s + n / bandwidth_bytes_per_s; r2 says how well that fits.
-
-    `method` is the engine or copy that was measured ("direct", "buffered", "uring", "pinned", "memcpy", …), with
-    `depth` requests of `chunk_nbytes` in flight (0 where that has no meaning).
-    """
-
-    src: str
-    dst: str
-    bandwidth_bytes_per_s: float
-    latency_s: float
-    method: str
-    depth: int = 0
-    chunk_nbytes: int = 0
-    r2: float = 1.0
-
-    def time_s(self, nbytes: int) -> float:
-        """Seconds to move `nbytes` in one transfer."""
-        return self.latency_s + nbytes / self.bandwidth_bytes_per_s
 
 
 @dataclass(frozen=True)
@@ -74,6 +47,9 @@ class Machine:
     host_attention_bytes_per_s: the same on the host of a GPU (0: it does not compute).
     host_product_bytes_per_s: the same of its matmuls with a token's experts, by dtype or packed format (none: as 0).
     host_product_flops: operations per second of its matmuls of many rows (0: bytes bind).
+    host_read_bytes_per_s: bytes of pinned host memory per second that kernels of a GPU read where they lie (0: host
+        memory is copied before they read it).
+    one_memory: whether a GPU computes in the host's RAM, so that its memory and the host's are the same bytes.
     product_flops: operations per second of large matmuls, for dtypes without points (0: bytes bind).
     attention_flops: the same of attention over whole prompts.
     reads_core_share: share of all cores' time that a second of disk reads takes (0..1). A processor copies, and a
@@ -113,6 +89,8 @@ class Machine:
     host_attention_bytes_per_s: float = 0.0
     host_product_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
     host_product_flops: float = 0.0
+    host_read_bytes_per_s: float = 0.0
+    one_memory: bool = False
     product_flops: float = 0.0
     attention_flops: float = 0.0
     peak_flops: float = 0.0
@@ -212,8 +190,15 @@ class Machine:
 
     @property
     def near_disk(self) -> str:
-        """The tier that reads from disk land in: a GPU cannot read the disk."""
-        return self.kind.near_disk
+        """The tier that reads from disk land in. A GPU cannot read the disk. Where it computes in the host's memory,
+        and reads pinned memory as fast as its own, that is the memory that it needs."""
+        own = self.tiers["device"].bandwidth_bytes_per_s
+        return "device" if self.one_memory and self.host_read_bytes_per_s >= ALIKE * own else self.kind.near_disk
+
+    @property
+    def host_hop(self) -> bool:
+        """Whether copies from and to the disk hop through host memory."""
+        return self.near_disk == "host"
 
     def link(self, src: str, dst: str, method: str | None = None) -> Link:
         """The fastest link from `src` to `dst` (by `method` if given); raises KeyError naming the links there are."""

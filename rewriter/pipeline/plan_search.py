@@ -192,9 +192,10 @@ class ScheduleSearch:
         options = self.task.options
         for batching in self.task.schedules(staged=True):
             pipeline = self.task.pipeline(batching)
-            best: dict[tuple[int, bool], Way] = {}
+            best: dict[tuple[int, bool, bool], Way] = {}
             for way in _in_shares(self.task, pipeline):
-                at = way.batching.cache.on_host, way.batching.cache.cpu_attention
+                cache = way.batching.cache
+                at = cache.on_host, cache.cpu_attention, cache.in_place
                 best[at] = min(best.get(at, way), way, key=lambda way: way.time_s)
             ways += best.values()
             if not best:

@@ -37,7 +37,7 @@ class ModelGraphs:
            switches: Switches, options: Options) -> Self:
         """Rewrite a captured model for the formats that `options` name."""
         return cls(rewrite_captured(captured, switches, options.cache, options.activations), files, fingerprint,
-                   machine.kind.host_hop)
+                   machine.host_hop)
 
     def __call__(self, workload: Workload, batching: BatchSchedule) -> StepGraphs:
         graphs = step_graphs(self.fused, self.files, workload, self.fingerprint, host_hop=self.host_hop,

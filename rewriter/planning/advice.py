@@ -171,7 +171,7 @@ def _cache_bits(plan: Plan) -> float:
 
 def _packed_ratio(plan: Plan) -> float:
     """Bytes of 4-bit weights over those of the plan's; 1 where they are packed already, or not known."""
-    formats = {w.format for w in plan.weights if w.tier != "device"}
+    formats = {w.format for w in plan.weights if w.streams}
     if any(weight_format(f).bits for f in formats):
         return 1.0
     bits = [8 * dtype_itemsize(c.dtype) for c in plan.gemm if packed_format(c.dtype) is None]

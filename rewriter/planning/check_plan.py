@@ -137,7 +137,10 @@ def _check_weights(plan: Plan, needs: ModelNeeds) -> None:
             raise PlanError(f"{at}.tier: {w.name} is to lie on the {w.tier}, and plan.buffers has "
                             f"{'none of that name' if not buffers else f'one in the arena of the {buffers[0]}'}; plan "
                             "again")
-        if w.gather != (use.lookup and w.tier != "device"):
+        if w.in_place and needs.rates.in_place_s is None:
+            raise PlanError(f"{at}.in_place: kernels of {plan.machine or 'this machine'} do not read host memory (its "
+                            "profile has no host_read_bytes_per_s); plan again")
+        if w.gather != (use.lookup and w.streams):
             raise PlanError(f"{at}.gather: {w.name} is {'' if use.lookup else 'not '}read by row, and is on the "
                             f"{w.tier}; plan again")
         if w.tile_rows and (w.tier == "device" or not use.product or not use.tileable):
@@ -154,7 +157,7 @@ def _check_weights(plan: Plan, needs: ModelNeeds) -> None:
         if pools != ([w.pool_slots * room] if w.pool_slots else []):
             raise PlanError(f"{at}.pool_slots: {w.pool_slots} slots are not the nbytes of what plan.buffers has of the "
                             f"name {w.name + POOL}, {pools}; plan again")
-        if w.tier != "device" and use.product:
+        if w.streams and use.product:
             pieces[i] = use.nbytes // max(1, use.rows) * (w.tile_rows or use.rows)
     if used:
         raise PlanError(f"plan.weights: the model's {next(iter(used))} is missing ({len(used)} in all); plan again")

@@ -20,7 +20,7 @@ from forebay.rewriter.planning.options import Options, make_options
 from forebay.rewriter.planning.spread_resident import halving_order, spread_resident
 from forebay.rewriter.planning.step_streams import ChunkRoom, StepStreams, WeightKinds, kinds_of, with_pools
 from forebay.rewriter.planning.tiles import most_tiles, room_beside_slots
-from forebay.rewriter.planning.weight_places import fill_host, place_weight
+from forebay.rewriter.planning.weight_places import fill_host, place_weight, read_in_place
 
 # What may be chosen. None of it depends on the budget, so that whatever works with less works with more.
 SLOTS = (1, 2, 3, 4, 6, 8)
@@ -150,7 +150,7 @@ def _candidates(
         if room < 0 or (budget.host is not None and held > budget.host):
             continue
         stays = kinds.products_nbytes <= min(room, most) and not options.cpu_experts
-        for slots, slot in ((0, 0),) if stays else choices:
+        for slots, slot in ((0, 0),) if stays else ((0, 0), *choices):
             left = room - slots * slot_stride(slot)
             if left < 0 or (hops and held + _staging(needs, chunk, slots, slot) > (budget.host or 0)):
                 continue
@@ -160,10 +160,21 @@ def _candidates(
             if left < 0 or (options.weight_shares is not None and not (
                     left >= most and _host_room(needs, budget, fit) == host_most)):
                 continue
-            if not slots or not (options.expert_slots or options.cpu_experts):
+            by_name = options.expert_slots or options.cpu_experts
+            if not stays and not by_name and _reads_in_place(needs, kinds, budget, fit):
+                yield replace(fit, in_place=True)
+            if stays or (slots and not by_name):
                 yield fit
             if slots and kinds.pools.tables:
                 yield from with_pools(fit, kinds, options, _host_room(needs, budget, fit), needs.rates.multiplies)
+
+
+def _reads_in_place(needs: ModelNeeds, kinds: WeightKinds, budget: Limits, fit: ChunkRoom) -> bool:
+    """Return whether the device may read weights in host memory, with slots where others come from disk."""
+    if needs.rates.in_place_s is None or not (room := _host_room(needs, budget, fit)):
+        return False
+    kept = sum(aligned(u.nbytes) for u in spread_resident(kinds.products, fit.room))
+    return (kinds.products_nbytes - kept <= room) is (fit.slots == 0)
 
 
 def _asked_shares(needs: ModelNeeds, kinds: WeightKinds, options: Options) -> tuple[int, int]:
@@ -193,17 +204,17 @@ def _cheapest(
         room, tables = _host_room(needs, budget, fit), 0
         if fit.by_name:
             tables, room = _host_tables(kinds, fit, room)
-        held = min(max(0, nbytes - kinds.tied_nbytes), room)
+        held = min(nbytes if fit.in_place else max(0, nbytes - kinds.tied_nbytes), room)
         streams = StepStreams(needs.rates, kinds, needs.batching.micro_batches.fetches, nbytes, held, fit, tables)
         steps[1] = steps.get(1, 0) + max(0, new_tokens - 1)
         return sum(count * streams.step_time_s(tokens) for tokens, count in steps.items())
 
     def exact(fit: ChunkRoom, bound: float) -> float:
         pools = fit.by_name
-        return bound if not fit.slots else cost(fit, whole[pools] - kept(fit.room, pools))
+        return bound if fit.all_stay else cost(fit, whole[pools] - kept(fit.room, pools))
 
     whole = {pools: sum(aligned(u.nbytes) for u in kinds.streaming(pools)) for pools in (False, True)}
-    bounds = [(cost(fit, max(0, whole[fit.by_name] - fit.room) if fit.slots else 0), i)
+    bounds = [(cost(fit, 0 if fit.all_stay else max(0, whole[fit.by_name] - fit.room)), i)
               for i, fit in enumerate(fits)]
     best, least = None, math.inf
     for bound, i in sorted(bounds):
@@ -237,7 +248,7 @@ def _aligned(sizes: Mapping[str, int]) -> int:
 def _resident(kinds: WeightKinds, fit: ChunkRoom) -> set[str]:
     """Names of the weights that stay on the device."""
     chosen = {u.name for u in kinds.pinned}
-    if fit.slots:
+    if not fit.all_stay:
         pools = kinds.pools.beside(fit.whole, fit.on_host)
         chosen |= {u.name for u in kinds.pools.tables} - {u.name for u in (*pools.tables, *pools.on_host)}
         return chosen | {u.name for u in spread_resident(kinds.streaming(fit.by_name), fit.room)}
@@ -289,10 +300,12 @@ def _planned(
     resident, pools = _resident(kinds, fit), kinds.pools.beside(fit.whole, fit.on_host)
     weights = [place_weight(u, u.name in resident, fit, needs.weight_tier, u in pools.on_host) for u in needs.uses]
     tables, rest = _host_tables(kinds, fit, _host_room(needs, budget, fit))
-    weights = fill_host(fill_host(weights, tables, True), rest)
+    whole = {u.name for u in kinds.products} if fit.in_place else ()
+    weights = fill_host(fill_host(weights, tables, True), rest, whole=whole)
+    weights = [*map(read_in_place, weights)] if fit.in_place else weights
     rows = {u.name: u.rows for u in needs.uses if u.product}
     piece = max((w.nbytes // rows[w.name] * (w.tile_rows or rows[w.name])
-                 for w in weights if w.tier != "device" and w.name in rows), default=0)
+                 for w in weights if w.streams and w.name in rows), default=0)
     chunks = chunk_sizes(fit.chunk, needs.speculative)
     lead = min(options.lead or fit.slots, fit.slots)
     schedule = Schedule(fit.slots, piece, lead, chunks, needs.host_hop, needs.batching,
@@ -317,7 +330,7 @@ def _predicted(needs: ModelNeeds, kinds: WeightKinds, plan: Plan, fit: ChunkRoom
     rates = needs.rates
     chunks = _prefill_steps(needs, plan.workload, s.prefill_chunks)
     step_s = {tokens: streams.step_time_s(tokens) + rates.device_attend_s(tokens) for tokens in (1, *chunks)}
-    busy = rates.busy_s(1, *streams.moved(1))
+    busy = rates.busy_s(1, *streams.moved(1), streams.in_place)
     for stream, seconds in streams.named_s(1).items():
         busy[stream] = busy.get(stream, 0.0) + seconds
     if needs.weight_tier == "host":

@@ -80,7 +80,7 @@ class StagedCache:
     def moves(self, work: Workload, tokens: int) -> CacheMoves:
         """Return the bytes that a step over `tokens` tokens typically moves."""
         batching, nbytes, copies = self.batching, dict[tuple[str, str], float](), 0
-        on_host, whole = 0.0, sum(len(self.tiers[i]) * layer.nbytes for i, layer in self.layers.items())
+        on_host, read, whole = 0.0, 0.0, sum(len(self.tiers[i]) * layer.nbytes for i, layer in self.layers.items())
         some = batching.sequences(work.batch,
                                   tokens) / work.batch if batching.admitted and batching.is_prefill(tokens) else 1.0
         for i, tiers in self.tiers.items():
@@ -91,13 +91,15 @@ class StagedCache:
                 nbytes[link] = nbytes.get(link, 0.0) + attended * tokens * moved
             copies += attended * layer.operands.copies
             on_host += attended * layer.nbytes
-            for tier in ("disk",) if attended else ("host", "disk"):
+            there = tiers.count("host") if batching.cache.in_place else 0
+            read += there * layer.nbytes * moved_shares(layer, batching, work, tokens)[0]
+            for tier in ("disk",) if attended or there else ("host", "disk"):
                 for link, share in zip(((tier, "device"), ("device", tier)), moved_shares(
                         layer, batching, work, tokens), strict=True):
                     nbytes[link] = nbytes.get(link, 0.0) + some * tiers.count(tier) * share * layer.nbytes
                 copies += 2 * (tiers.count(tier) if some == 1.0 else bool(tiers.count(tier)))
         return CacheMoves({link: n for link, n in nbytes.items() if n}, copies, batching.cache.slots, on_host,
-                          on_host / whole) if copies else STILL
+                          on_host / whole, read) if copies or read else STILL
 
 
 def staged_cache(layers: Mapping[int, StagedLayer], batching: BatchSchedule, host_hop: bool = False) -> StagedCache:
@@ -128,7 +130,8 @@ def staged_cache(layers: Mapping[int, StagedLayer], batching: BatchSchedule, hos
     slots = {f"{CACHE_STAGING}{i}": largest for i in range(cache.slots)}
     inputs = {name: count * size * WORD for name, size in input_sizes(layers, batching).items()}
     if admitted:
-        slots[ENTERING] = admitted * max(layers[i].entering_nbytes(of_layer[0]) for i, of_layer in tiers.items())
+        slots[ENTERING] = admitted * max(
+            layers[i].entering_nbytes(of_layer[0], cache.in_place) for i, of_layer in tiers.items())
         inputs[BATCH_SLOTS] = admitted * WORD
     lent = {}
     if host_hop and "disk" in homes:

@@ -66,7 +66,8 @@ def _pinned(u: WeightUse) -> bool:
 class ChunkRoom:
     """The room that one prefill chunk leaves: `room` bytes for resident weights beside staging slots and pools of so
     many slots; without staging slots nothing streams. Of the tables of experts `whole` lie on the device beside pools,
-    and the host computes with `on_host` where they lie. Host memory holds at most `host_most` bytes of weights."""
+    and the host computes with `on_host` where they lie. Host memory holds at most `host_most` bytes of weights. The
+    device reads them `in_place`, or they are copied."""
 
     chunk: int
     room: int
@@ -76,6 +77,12 @@ class ChunkRoom:
     whole: int = 0
     host_most: int = 1 << 60
     on_host: int = 0
+    in_place: bool = False
+
+    @property
+    def all_stay(self) -> bool:
+        """Whether the device holds all weights."""
+        return not self.slots and not self.in_place
 
     @property
     def by_name(self) -> bool:
@@ -130,9 +137,15 @@ class StepStreams:
         """The pools that there are."""
         return self.kinds.pools.beside(self.fit.whole, self.fit.on_host)
 
+    @property
+    def in_place(self) -> float:
+        """The share of all weights that the device reads in host memory."""
+        return self.held / self.kinds.products_nbytes if self.fit.in_place else 0.0
+
     def moved(self, tokens: int) -> tuple[int, float, int]:
         """Bytes that a step streams through staging slots, in so many copies, and those of them from host memory."""
-        kinds, nbytes, held = self.kinds, self.fetches * self.nbytes, self.fetches * self.held
+        there = 0 if self.fit.in_place else self.held
+        kinds, nbytes, held = self.kinds, self.fetches * (self.nbytes - self.held + there), self.fetches * there
         if self.fit.by_name and not self._by_name(tokens):
             there = sum(aligned(u.nbytes) for u in self.pools.on_host)
             nbytes += self.pools.tables_nbytes + there
@@ -158,7 +171,7 @@ class StepStreams:
         reads = len(self.pools.tables) if self._by_name(tokens) else 0
         share = self.tables_held / self.pools.tables_nbytes if reads else 0.0
         latency_s = (1 - share) * self.rates.latency_s + self.pools.hop * self.rates.upload_latency_s
-        return (self.rates.step_time_s(tokens, nbytes, copies, self.fit.slots, held)
+        return (self.rates.step_time_s(tokens, nbytes, copies, self.fit.slots, held, self.in_place)
                 + sum(self.named_s(tokens).values()) + reads * latency_s)
 
     def _by_name(self, tokens: int) -> bool:

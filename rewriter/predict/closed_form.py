@@ -40,6 +40,11 @@ class StepProduct:
     more: int = 0
     share: float = 1.0
 
+    def in_place_s(self, times: Estimator, m: int) -> float:
+        """Seconds of `m` rows more, where the device reads it in host memory."""
+        nbytes = self.nbytes * min(1.0, m * self.share)
+        return max(0.0, nbytes * times.in_place_byte_s - self.time_s(times, m))
+
     def time_s(self, times: Estimator, m: int) -> float:
         """Seconds of `m` rows; where they multiply by shares of it, of as many different ones as they may be."""
         if self.share == 1.0:
@@ -52,13 +57,15 @@ class StepProduct:
 @dataclass(frozen=True)
 class CacheMoves:
     """Bytes of caches that a step moves, by the tiers they leave and reach, in so many copies through `slots` slots;
-    bytes of those that the host attends over, and their share of all caches."""
+    bytes of those that the host attends over, and their share of all caches; bytes that the device reads in host
+    memory."""
 
     nbytes: Mapping[tuple[str, str], float]
     copies: int
     slots: int
     attended_nbytes: float = 0.0
     attended_share: float = 0.0
+    in_place_nbytes: float = 0.0
 
 
 STILL = CacheMoves({}, 0, 1)
@@ -77,7 +84,9 @@ class Rates:
     step over so many tokens per sequence, and of issuing its launches, attend_s those of its attention, which schedules
     have alike, `moves` what of its caches moves, at the seconds per byte of `cache_byte_s`; over what the host attends,
     it takes `host_attend_s` for so many bytes. `host_product_s` gives the seconds in which the host multiplies by
-    weights of a dtype or format and so many bytes, for so many operations: a guess unless it `multiplies`.
+    weights of a dtype or format and so many bytes, for so many operations: a guess unless it `multiplies`. A step takes
+    `in_place_s` longer where the device reads all weights of products in host memory (None: it cannot); a byte of a
+    cache there takes `in_place_byte_s`.
     """
 
     bytes_per_s: float = 1.5e9
@@ -96,16 +105,22 @@ class Rates:
     core_share: float = 0.0
     host_product_s: Callable[[str, float, float], float] = lambda kind, nbytes, flops: nbytes / GUESSED_BYTES_PER_S
     multiplies: bool = False
+    in_place_s: Callable[[int], float] | None = None
+    in_place_byte_s: float = 0.0
 
     def device_attend_s(self, tokens: int) -> float:
-        """Seconds of the attention that the device does in a step."""
-        return self.attend_s(tokens) * (1 - self.moves(tokens).attended_share)
-
-    def busy_s(self, tokens: int, nbytes: float, copies: float, from_host: float = 0.0) -> dict[str, float]:
-        """Seconds of each stream alone: of computing, of the link that weights stream over (DISK), of uploads, and of
-        those that move caches."""
+        """Seconds of the attention that the device does in a step; no less than reading what lies in host memory."""
         moves = self.moves(tokens)
-        found = {COMPUTE: self.compute_s(tokens) + (copies + moves.copies) * self.launch_s,
+        return max(self.attend_s(tokens) * (1 - moves.attended_share), moves.in_place_nbytes * self.in_place_byte_s)
+
+    def busy_s(
+        self, tokens: int, nbytes: float, copies: float, from_host: float = 0.0, in_place: float = 0.0
+    ) -> dict[str, float]:
+        """Seconds of each stream alone: of computing, of the link that weights stream over (DISK), of uploads, and of
+        those that move caches. `in_place` is the share of all weights that the device reads in host memory."""
+        moves = self.moves(tokens)
+        more_s = in_place * self.in_place_s(tokens) if in_place and self.in_place_s is not None else 0.0
+        found = {COMPUTE: self.compute_s(tokens) + more_s + (copies + moves.copies) * self.launch_s,
                  DISK: (nbytes - from_host) / self.bytes_per_s,
                  UPLOAD: (nbytes if self.hop else from_host) / self.upload_bytes_per_s}
         for link, moved in moves.nbytes.items():
@@ -115,9 +130,11 @@ class Rates:
             found[ATTEND] = self.host_attend_s(moves.attended_nbytes)
         return found
 
-    def step_time_s(self, tokens: int, nbytes: float, copies: float, slots: int, from_host: float = 0.0) -> float:
+    def step_time_s(
+        self, tokens: int, nbytes: float, copies: float, slots: int, from_host: float = 0.0, in_place: float = 0.0
+    ) -> float:
         """Seconds of a step over `tokens` tokens per sequence that streams `nbytes` in `copies` through `slots` slots;
-        `from_host` of these bytes lie in host memory.
+        `from_host` of these bytes lie in host memory. A share `in_place` of all weights is read there and not copied.
 
         With one slot nothing overlaps. With more, computation and copies run side by side, each slowed by the other,
         until one of them is done; the latency of a copy is shared with those in flight in the other slots. Where both
@@ -127,7 +144,7 @@ class Rates:
         share the disk, both ways, with weights, and uploads too; where no weight streams, their slots are those that
         count. The cores have no more time than the step takes: for computing, and for what the disk takes of it.
         """
-        busy, moves = self.busy_s(tokens, nbytes, copies, from_host), self.moves(tokens)
+        busy, moves = self.busy_s(tokens, nbytes, copies, from_host, in_place), self.moves(tokens)
         compute = busy[COMPUTE]
         if not nbytes and not moves.copies:
             return compute
@@ -172,6 +189,11 @@ def rates_of(
         return products_s + issued_s if times.serial else max(products_s, issued_s)
 
     @functools.cache
+    def in_place_s(tokens: int) -> float:
+        m, each = batching.sequences(batch, tokens) * tokens, batching.of_step(tokens).micro_batches.count
+        return each * sum(count * p.in_place_s(times, m) for p, count in counts.items())
+
+    @functools.cache
     def attend_s(tokens: int) -> float:
         share = batching.of_step(tokens).micro_batches.count * batching.sequences(batch,
                                                                                   tokens) / batching.sequences(batch, 1)
@@ -196,4 +218,6 @@ def rates_of(
                  cache_byte_s=between, host_attend_s=lambda nbytes: host_attend_s(nbytes, nbytes * intensity, times),
                  core_share=times.reads_core_share,
                  host_product_s=lambda kind, nbytes, flops: host_product_s(kind, nbytes, flops, times),
-                 multiplies=math.isfinite(times.host_product_s("bfloat16", 1.0, 1.0)))
+                 multiplies=math.isfinite(times.host_product_s("bfloat16", 1.0, 1.0)),
+                 in_place_s=in_place_s if math.isfinite(times.in_place_byte_s) else None,
+                 in_place_byte_s=times.in_place_byte_s)

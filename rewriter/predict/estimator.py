@@ -64,6 +64,10 @@ class Estimator(Protocol):
         """Matmuls of a host beside a GPU with `nbytes` of weights of a dtype or packed format; inf where it does not
         compute."""
 
+    @property
+    def in_place_byte_s(self) -> float:
+        """Seconds per byte of host memory that kernels of the device read in place; inf where they cannot."""
+
     def touch_s(self, nbytes: float) -> float:
         """Pointwise work on the device that reads and writes so many bytes."""
 
@@ -167,6 +171,11 @@ class MachineEstimator:
     def host_product_s(self, kind: str, nbytes: float, flops: float) -> float:
         rate, most = _rate_alike(self.machine.host_product_bytes_per_s, kind), self.machine.host_product_flops
         return max(nbytes / rate, flops / most if most else 0.0) if rate else math.inf
+
+    @property
+    def in_place_byte_s(self) -> float:
+        rate = self.machine.host_read_bytes_per_s
+        return 1 / rate if rate else math.inf
 
     def touch_s(self, nbytes: float) -> float:
         return nbytes / (2 * self.machine.memory_bytes_per_s)  # a copy moves each byte twice

@@ -18,6 +18,8 @@ from forebay.rewriter.ir.operator_names import called
 from forebay.rewriter.ir.program import (
     ATTEND,
     COLLECT,
+    COMPUTE,
+    HOST,
     Copy,
     FileSlice,
     Item,
@@ -101,7 +103,8 @@ def launch_time_s(item: Launch, times: Estimator, seen: Mapping[int, float]) -> 
     """For matrix products the measured time of the implementation; for attention that of the bytes it sees and the
     operations it does; for the rest bytes touched / memory bandwidth, or what packing takes. On a CPU, whose issuing
     thread computes, after dispatch; a GPU computes while its launches are issued (`launch_issue_s`). An exchange takes
-    what it does once all ranks are there: how long it waits for them, one rank's Program does not know."""
+    what it does once all ranks are there: how long it waits for them, one rank's Program does not know. A launch that
+    reads host memory in place takes no less than these bytes do at that rate."""
     if item.stream == COLLECT:
         return times.exchange_s(item.op.split(".")[1], len(ranks_of(item.args[-1])), sum(s.nbytes for s in item.writes))
     operator = find(item.op)
@@ -111,7 +114,24 @@ def launch_time_s(item: Launch, times: Estimator, seen: Mapping[int, float]) -> 
     if operator is not None and operator.timed_as == "attention" and item.stream == ATTEND:
         return host_attend_s(*_attended(item, operator, seen)[:2], times)
     dispatch_s = times.torch_dispatch_s if operator is None else times.dispatch_s
-    return (dispatch_s if times.serial else 0.0) + work_time_s(item, times, seen)
+    computing_s = work_time_s(item, times, seen)
+    if far := host_read_nbytes(item):
+        computing_s = max(computing_s, times.in_place_byte_s * min(far, _needed_nbytes(item, operator, seen)))
+    return (dispatch_s if times.serial else 0.0) + computing_s
+
+
+def _needed_nbytes(item: Launch, operator: Operator | None, seen: Mapping[int, float]) -> float:
+    """Bytes of what a launch may read that it needs: of experts those that are picked, of caches those of tokens."""
+    if operator is EXPERTS:
+        return _experts_work(item).held
+    if operator is not None and operator.timed_as == "attention" and len(_tensors(item)[0].shape) == 4:
+        return _attended(item, operator, seen)[0]
+    return touched_nbytes(item)
+
+
+def host_read_nbytes(item: Launch) -> int:
+    """Bytes of host memory among what a launch of the device may read, in place."""
+    return sum([s.nbytes for s in item.reads if s.arena == HOST]) if item.stream == COMPUTE else 0
 
 
 def work_time_s(item: Launch, times: Estimator, seen: Mapping[int, float]) -> float:

@@ -24,6 +24,7 @@ from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.predict.estimator import Estimator, MachineEstimator
 from forebay.rewriter.predict.item_costs import (
     copy_latency_s,
+    host_read_nbytes,
     item_time_s,
     launch_issue_s,
     taken_nbytes,
@@ -110,7 +111,7 @@ def _likeness(item: Item) -> tuple:
         shapes = tuple([(ref.dtype, ref.shape) for ref in item.args if type(ref) is TensorRef])
         how = item.kwargs.get("form"), item.kwargs.get("count"), item.kwargs.get("share")
         return (item.stream, item.op, item.impl, shapes, how, sum([s.nbytes for s in item.reads]),
-                sum([s.nbytes for s in item.writes]))
+                sum([s.nbytes for s in item.writes]), host_read_nbytes(item))
     if isinstance(item, Copy):
         rows = [(end.row_nbytes, type(end.table), end.typical) if isinstance(end, Rows) else None
                 for end in (item.src, item.dst)]

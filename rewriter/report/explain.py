@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 KIND_LETTERS = {"weight": "W", "constant": "C", "slot": "S", "cache": "K", "pool": "E", "routing": "r",
                 "activation": "a", "io": "i", "workspace": "x"}
 COLUMNS = {"weights": "weights", "bytes": "nbytes", "resident": "resident", "from host": "from_host",
-           "from disk": "from_disk", "by row": "by_row", "copies": "copies"}
+           "from disk": "from_disk", "by row": "by_row", "in place": "in_place", "copies": "copies"}
 BOUND_BY = {CORES: "the cores, which compute and bear a share of the disk's copies"}
 OUTSIDE = -1  # the layer number of weights that belong to no layer
 TIMELINE_COLUMNS, TIMELINE_ROWS = 72, 16
@@ -31,8 +31,8 @@ TIMELINE_COLUMNS, TIMELINE_ROWS = 72, 16
 
 @dataclass(frozen=True)
 class LayerRow:
-    """Bytes of one layer's weights: kept in device memory, streamed every step (from host, from disk), and read row by
-    row. `copies` stream it (0: unknown, a plan alone does not tell). `title` is the layer's number or weight's name.
+    """Bytes of one layer's weights: kept on the device, streamed every step (from host, from disk), read by row, and in
+    place in host memory. `copies` stream it (0: a plan alone does not tell). `title`: the layer's or weight's name.
     """
 
     title: str
@@ -44,6 +44,7 @@ class LayerRow:
     by_row: int
     copies: int
     formats: tuple[str, ...]
+    in_place: int = 0
 
 
 def explain_plan(
@@ -120,16 +121,17 @@ def layer_numbers(names: Iterable[str], captured: CapturedModel | None = None) -
 
 
 def _row(title: str, weights: Sequence[WeightPlacement], captured: CapturedModel | None) -> LayerRow:
-    streamed = [w for w in weights if w.tier != "device" and not (w.gather and not w.tile_rows)]
+    streamed = [w for w in weights if w.streams and not (w.gather and not w.tile_rows)]
     copies = 0
     if captured is not None:
         copies = sum(-(-captured.weights[w.name].shape[0] // w.tile_rows) if w.tile_rows else 1 for w in streamed)
     return LayerRow(
         title, len(weights), sum(w.nbytes for w in weights),
         resident=sum(w.nbytes for w in weights if w.tier == "device"),
+        in_place=sum(w.nbytes for w in weights if w.in_place),
         from_host=sum(w.nbytes for w in streamed if w.tier == "host"),
         from_disk=sum(w.nbytes for w in streamed if w.tier == "disk"),
-        by_row=sum(w.nbytes for w in weights if w.tier != "device" and w.gather and not w.tile_rows),
+        by_row=sum(w.nbytes for w in weights if w.gather and not w.tile_rows),
         copies=copies, formats=tuple(sorted({w.format for w in weights})))
 
 
@@ -221,7 +223,7 @@ def _shared_maxima(plan: Plan) -> str:
 def _schedule(plan: Plan) -> str:
     s = plan.schedule
     if not s.slot_nbytes:
-        text = "all weights resident, no staging slots"
+        text = f"{'host memory is read in place' if plan.in_place else 'all weights resident'}, no staging slots"
     else:
         slots = "1 staging slot" if s.slots == 1 else f"{s.slots} staging slots"
         text = f"{slots} of {format_nbytes(s.slot_nbytes)}, copies issued {s.lead} ahead"

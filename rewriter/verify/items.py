@@ -82,7 +82,7 @@ def check_items(program: Program) -> None:
     for item in chain(program.prologue, program.step):
         kind = type(item)
         if kind is Launch:
-            _check_launch(item, extents)  # type: ignore[arg-type]
+            _check_launch(item, extents, program.in_place)  # type: ignore[arg-type]
             if files:
                 _check_memory((*item.reads, *item.writes), item.label, files)  # type: ignore[union-attr]
         elif kind is Copy:
@@ -183,11 +183,12 @@ def _check_spared(copy: Copy, told: Iterable[Launch]) -> None:
     raise ItemFault(f"{copy.label} leaves places to others that may be its own")
 
 
-def _check_launch(launch: Launch, extents: Extents) -> None:
+def _check_launch(launch: Launch, extents: Extents, in_place: Collection[str]) -> None:
     if launch.stream not in (COMPUTE, ATTEND, COLLECT):
         raise ItemFault(f"{launch.label} is on the stream {launch.stream}: launches run on {COMPUTE}, those of the "
                         f"host on {ATTEND}, collectives on {COLLECT}")
-    far = next((s for s in (*launch.reads, *launch.writes) if (s.arena == HOST) != (launch.stream == ATTEND)), None)
+    far = next((s for s in (*launch.reads, *launch.writes) if (s.arena == HOST) != (launch.stream == ATTEND)
+                and (launch.stream != COMPUTE or s.buffer not in in_place)), None)
     if far is not None:
         raise ItemFault(f"{launch.label} on {launch.stream} touches {far.buffer} in the {far.arena} arena, which it "
                         "cannot reach")

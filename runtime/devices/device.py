@@ -25,7 +25,8 @@ class Device(Protocol):
     when the work issued within begins, and that work is done when what the caller does afterwards begins. `open_files`
     takes the spill files of a program (nbytes by name) before any of its items is bound, unless they are there already,
     `spill_file` gives one of them, and `hold` what its launches keep outside the arenas (nbytes by name). `write`
-    copies values to inputs of the next step, and `tell` says what such an input holds. `read_later` gives a call that
+    copies values to inputs of the next step. `tensor` gives memory as the host sees it, where it is the host's, and
+    `operand` as launches of a stream do. `tell` says what such an input holds. `read_later` gives a call that
     waits for a result alone. A device that `queues` takes the next step's items before that result is read; one that
     `loads_beside` reads resident weights while launches run. `joined`
     gives the calls of items as the device issues them best: fewer of them, in the same order. `finish` returns when all
@@ -44,6 +45,8 @@ class Device(Protocol):
     def hold(self, held: Mapping[str, int]) -> None: ...
 
     def tensor(self, ref: TensorRef) -> torch.Tensor: ...
+
+    def operand(self, stream: str, ref: TensorRef) -> torch.Tensor: ...
 
     def bind(self, item: Item, launch: Call | None) -> Call | None: ...
 

@@ -62,6 +62,7 @@ class DeviceKind:
         select: Makes the device of this number the process's own.
         visible: The environment in which a process sees only the device of this number.
         free_nbytes: Free bytes of its own memory; None where it computes in the machine's RAM.
+        one_memory: Whether a GPU's memory is the machine's RAM.
     """
 
     name: str
@@ -84,8 +85,4 @@ class DeviceKind:
     select: Callable[[int], None] = lambda number: None
     visible: Callable[[int], Mapping[str, str]] = lambda number: {}
     free_nbytes: Callable[[], int | None] = lambda: None
-
-    @property
-    def host_hop(self) -> bool:
-        """Whether copies from and to the disk hop through host memory."""
-        return self.near_disk == "host"
+    one_memory: Callable[[], bool] = lambda: False

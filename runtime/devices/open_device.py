@@ -45,6 +45,6 @@ def open_device(
         reader = read_by(link.method or "auto", depth=link.depth or None,  # a data sheet says neither
                          chunk_nbytes=link.chunk_nbytes or None)
         loads, lookups = (read_by(kind, depth=depth) for kind, depth in readers_beside())
-        device = opener(Opening(reader, loads, lookups, spill, switches, trace))
+        device = opener(Opening(reader, loads, lookups, spill, switches, trace, near == "device"))
         opened.pop_all()
     return device

@@ -13,7 +13,8 @@ from forebay.runtime.run.trace import Trace
 
 @dataclass(frozen=True)
 class Opening:
-    """Readers of weights, of caches and of single rows; spill files; the switches; the trace, if any."""
+    """Readers of weights, of caches and of single rows; spill files; the switches; the trace, if any; whether
+    reads from disk land in the memory of the device."""
 
     reader: DiskReader
     loads: DiskReader
@@ -21,6 +22,7 @@ class Opening:
     spill: SpillSpace
     switches: Switches
     trace: Trace | None = None
+    reads_land: bool = True
 
     def shared(self) -> dict[str, Any]:
         """Arguments of a `StreamedDevice` besides the reader of weights."""

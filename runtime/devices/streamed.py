@@ -67,6 +67,10 @@ class StreamedDevice:
         """The tensor at a place in an arena."""
         raise NotImplementedError
 
+    def operand(self, stream: str, ref: TensorRef) -> torch.Tensor:
+        """The same, as launches of a stream see it."""
+        return self.tensor(ref)
+
     def write(self, inputs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Copy each value to its target."""
         for target, value in inputs:

@@ -77,6 +77,10 @@ class VirtualDevice:
         """A tensor of the right shape without memory."""
         return torch.empty_strided(ref.shape, ref.stride, dtype=getattr(torch, ref.dtype), device="meta")
 
+    def operand(self, stream: str, ref: TensorRef) -> torch.Tensor:
+        """The same, for any stream."""
+        return self.tensor(ref)
+
     @property
     def now(self) -> float:
         """Seconds at which all launches issued so far are done."""

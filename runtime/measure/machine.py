@@ -16,7 +16,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +24,7 @@ import torch
 from forebay.kernels.build.process_limits import core_count
 from forebay.rewriter.ir.alignment import PAGE_NBYTES
 from forebay.rewriter.machine.both_ways import BothWays
+from forebay.rewriter.machine.links import onto_device
 from forebay.rewriter.machine.points import Contention, GemmPoint
 from forebay.rewriter.machine.profile import Link, Machine, Tier
 from forebay.rewriter.machine.quality import believable
@@ -143,24 +144,39 @@ def measure_machine(folder: str | os.PathLike[str], *, quick: bool, progress: St
         both_ways=both_ways,
         pack_elements_per_s=pack_elements_per_s(quick) if kind.on_host_cores else {},
         choice_elements_per_s=choice_elements_per_s(quick),
-        **(_host_rates(quick, rounds) if not kind.on_host_cores else {}),
+        **(_beside_host(quick, rounds) if not kind.on_host_cores else {}),
         torch_dispatch_s=measure_cpu.torch_dispatch_s(rounds) if kind.on_host_cores else 0.0,
         copy_issue_s=issue_s if kind.on_host_cores else measure_cuda.copy_issue_s(rounds),
         row_request_s=request_s,
         others_share=neighbours.share(),
     )
     cold_memory.cache_clear()
-    machine = believable(machine)
+    machine = believable(_counted_once(machine) if machine.one_memory else machine)
     machine.validate()
     say("done", 1.0)
     return machine
 
 
-def _host_rates(quick: bool, rounds: int) -> dict[str, Any]:
-    """Measure the rates of the host's cores next to a GPU, by the profile's field."""
+def _beside_host(quick: bool, rounds: int) -> dict[str, Any]:
+    """Measure the rates of the host's cores next to a GPU, and how it reads the host's memory, by the profile's
+    field."""
     rates, flops = host_product_rates(quick)
     return {"host_attention_bytes_per_s": MEASURES[HOST.kernels].attention_bytes_per_s(rounds),
-            "host_product_bytes_per_s": rates, "host_product_flops": flops}
+            "host_product_bytes_per_s": rates, "host_product_flops": flops,
+            "host_read_bytes_per_s": measure_cuda.host_read_bytes_per_s(rounds),
+            "one_memory": CUDA.one_memory()}
+
+
+def _counted_once(machine: Machine) -> Machine:
+    """Return the profile of a GPU that computes in the host's RAM with room that is nowhere counted twice: all is the
+    device's where disk reads land there, else an eighth is the host's, for copies on their way. Paths from and to the
+    disk are those of the host's memory."""
+    room = min(machine.tiers["device"].capacity_nbytes, machine.tiers["host"].capacity_nbytes)
+    shared = 0 if machine.near_disk == "device" else room // 8
+    tiers = {"device": room - shared, "host": shared}
+    return replace(machine, links=machine.links + onto_device(machine.links), tiers={
+        tier: replace(held, capacity_nbytes=tiers.get(tier, held.capacity_nbytes))
+        for tier, held in machine.tiers.items()})
 
 
 def versions() -> dict[str, str]:

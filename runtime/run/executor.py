@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 
 import torch
 
@@ -40,7 +41,9 @@ class BoundProgram:
                 for item, call in ready]
 
     def _ready(self, item: Item) -> Call | None:
-        return self.device.bind(item, bind_launch(item, self.device.tensor) if isinstance(item, Launch) else None)
+        if not isinstance(item, Launch):
+            return self.device.bind(item, None)
+        return self.device.bind(item, bind_launch(item, partial(self.device.operand, item.stream)))
 
     def start(self) -> None:
         """Issue the copies that the first step expects in flight; once, before the first step of any program that

@@ -225,7 +225,7 @@ class OffloadedGraph:
             captured = capture_module(self.gm, args, self.weights)
         files: dict[str, FileSlice] = {}
         source = StepGraphs(_fingerprint(captured), lambda _: captured.flat(), files, captured.constants,
-                        self.machine.kind.host_hop)
+                        self.machine.host_hop)
         pipeline = Pipeline(source, ONCE, self.machine, self.switches)
         budget, options = self.options.budget, self.options.planned
         try:

@@ -20,12 +20,17 @@ def default_budget(machine: Machine | None = None) -> Budget:
 
     Returns:
         Half of the RAM as the device's on a machine without a GPU; else half of the GPU's memory, and half of the RAM
-        as the host's. Processes that torchrun started on this machine share its RAM evenly.
+        as the host's; where both are one memory, half of that for both. Processes that torchrun started on this
+        machine share its RAM evenly.
     """
     if machine is not None:
         return Budget(machine.tiers["device"].capacity_nbytes // 2, 0 if machine.kind.on_host_cores else (
             machine.tiers["host"].capacity_nbytes // 2 if "host" in machine.tiers else 0))
-    own, half = kind_of(device_here()).free_nbytes(), _rounded(available_nbytes() // (2 * ranks_here(1)))
+    kind, half = kind_of(device_here()), _rounded(available_nbytes() // (2 * ranks_here(1)))
+    own = kind.free_nbytes()
+    if own is not None and kind.one_memory():
+        whole = min(half, _rounded(own // 2))
+        return Budget(whole - whole // 8, whole // 8)
     return Budget(half) if own is None else Budget(_rounded(own // 2), half)
 
 

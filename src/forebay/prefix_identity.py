@@ -43,7 +43,7 @@ def identity_of(plan: Plan, checkpoint: Checkpoint) -> PrefixIdentity:
     batching, made = plan.schedule.batching, plan.schedule.batching.recomputation
     rows = plan.schedule.prefill_chunk * batching.sequences(plan.workload.batch, plan.schedule.prefill_chunk)
     steps = (plan.schedule.prefill_chunk, rows, sorted(map(repr, plan.gemm)), batching.micro_batches.count,
-             batching.cache.block_tokens, batching.cache.cpu_attention, made, batching.latents, repr(plan.score_ranges),
+             batching.cache.block_tokens, batching.cache.stays_on_host, made, batching.latents, repr(plan.score_ranges),
              [(w.name, w.tile_rows) for w in plan.weights], plan.machine, torch.backends.cpu.get_cpu_capability())
     return PrefixIdentity(
         checkpoint.fingerprint, states_checksum(checkpoint.states), f"{package_version()}, torch {torch.__version__}",

@@ -35,6 +35,11 @@ def test_half_of_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
     monkeypatch.setattr(module, "kind_of", lambda _: replace(HOST, free_nbytes=lambda: 8 << 30))
     assert default_budget() == Budget(4 << 30, FREE // 2), "of a GPU's memory, and of the host's"
+    for own in (8 << 30, 2 << 30):
+        shared = replace(HOST, free_nbytes=lambda own=own: own, one_memory=lambda: True)
+        monkeypatch.setattr(module, "kind_of", lambda _, shared=shared: shared)
+        budget = default_budget()
+        assert budget.device + (budget.host or 0) == min(own, FREE) // 2, "of one memory, once"
 
 
 def test_memory_that_changed_a_little_gives_the_same_budget(monkeypatch: pytest.MonkeyPatch) -> None:

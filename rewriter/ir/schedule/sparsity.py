@@ -19,8 +19,9 @@ class Sparsity:
         """Return the first contradiction, as the field and the reason; "" for none."""
         if not 0 < self.blocks <= 1:
             return f"sparsity.blocks: {self.blocks} must be a share above 0 and at most 1"
-        others = cache.on_device or cache.cpu_attention or recomputation.checkpoints
+        others = cache.on_device or cache.stays_on_host or recomputation.checkpoints
         if self.blocks < 1 and (others or not cache.staged):
             return ("sparsity.blocks: blocks are chosen of caches that all come to the device from a slower tier "
-                    "(cache.tier), without cache.on_device, cache.cpu_attention or recomputation.checkpoints")
+                    "(cache.tier), without cache.on_device, cache.cpu_attention, cache.in_place or "
+                    "recomputation.checkpoints")
         return ""

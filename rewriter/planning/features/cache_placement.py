@@ -82,6 +82,9 @@ def in_shares(
     if options.cpu_attention is None and rewindable and host_attends(machine):
         ways += [replace(way, cache=replace(way.cache, cpu_attention=True)) for way in ways
                  if way.cache.on_host or way.cache.tier == "host"]
+    if not options.cpu_attention and rewindable and machine.host_hop and machine.host_read_bytes_per_s:
+        ways += [replace(way, cache=cache) for way in ways if not way.recomputation.checkpoints and not (
+            cache := way.cache.read_in_place()).fault()]
     return [*filter(fits, dict.fromkeys(ways))]
 
 
@@ -107,7 +110,7 @@ def _in_whole_layers(batching: BatchSchedule, device: int, host: int) -> BatchSc
 def host_attends(machine: Machine) -> bool:
     """Return whether there is a host beside the device that is known to attend; without a GPU both are the same
     cores."""
-    return machine.kind.host_hop and machine.host_attention_bytes_per_s > 0
+    return machine.host_hop and machine.host_attention_bytes_per_s > 0
 
 
 def parts_of(most: int, parts: int) -> list[int]:
@@ -130,7 +133,8 @@ def _where(plan: Plan) -> str:
             home = "on disk" if b.arena not in ARENAS else f"in {b.arena} memory"
             homes[home] = homes.get(home, 0) + b.nbytes
     where = " and ".join(f"{format_nbytes(nbytes)} {home}" for home, nbytes in homes.items())
-    attends = "; decode steps attend in host memory to what lies there" if batching.cache.cpu_attention else ""
+    attends = ("; decode steps attend in host memory to what lies there" if batching.cache.cpu_attention else
+               "; the device reads what lies in host memory there" if batching.cache.in_place else "")
     kept = ""
     made, cache = batching.recomputation, batching.cache
     if made.checkpoints:

@@ -59,8 +59,8 @@ def with_checkpoints(
     some, period = share
     if not 0 < some <= period:
         raise PlanError(f"checkpoints: {some} of {period} stretches of tokens are no share of them")
-    if batching.cache.cpu_attention:
-        raise PlanError("checkpoints: the host attends over K and V where they lie; leave out one of both")
+    if batching.cache.stays_on_host:
+        raise PlanError("checkpoints: attention reads K and V in host memory where they lie; leave out one of both")
     if batching.sparsity.blocks < 1:
         raise PlanError("checkpoints: decode steps that choose blocks (kv_blocks) find K and V there; leave out one of "
                         "both")
@@ -80,7 +80,7 @@ def try_checkpoints(best: Plan, trial: Trial) -> Plan:
     batching = best.schedule.batching
     hops = best.schedule.host_hop and any(b.arena == CACHE_STAGING for b in best.buffers)  # some lie on the disk
     if trial.options.checkpoints is not None or not (batching.cache.staged and link_binds(best)) or (
-            batching.cache.cpu_attention or hops):
+            batching.cache.stays_on_host or hops):
         return best
     try:
         full = with_checkpoints(batching, trial.graphs.checkpoint_tokens, (1, 1), trial.options.checkpoint_format)

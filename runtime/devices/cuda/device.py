@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from forebay.kernels.gpu_support.overlap import overlap_launches
 from forebay.kernels.gpu_support.scratch import Scratch, scratch_of
 from forebay.rewriter.ir.program import (
     ATTEND,
@@ -36,13 +35,12 @@ from forebay.rewriter.ir.program import (
     place_of,
 )
 from forebay.runtime.devices.cuda.events import DeviceEvent
-from forebay.runtime.devices.cuda.pinned import InputStaging, pinned_arena, read_later
+from forebay.runtime.devices.cuda.pinned import InputStaging, pinned_arena, read_later, seen_by_gpu
 from forebay.runtime.devices.cuda.pitched import RunCopier, pitched_copy
 from forebay.runtime.devices.cuda.whole_steps import Captures
 from forebay.runtime.devices.device import Call, RuntimeFault
 from forebay.runtime.devices.landing import load_through
 from forebay.runtime.devices.lookups import bind_fetches, brings_experts, is_lookup, look_up
-from forebay.runtime.devices.opening import Opening
 from forebay.runtime.devices.outward import FindRuns, read_rows, runs_nbytes, write_rows
 from forebay.runtime.devices.streamed import StreamedDevice
 from forebay.runtime.devices.streams import Ticket, Worker, told
@@ -64,22 +62,26 @@ ISSUED.done()
 class CudaDevice(StreamedDevice):
     """Streams as CUDA has them. The caller's thread issues kernels, and copies between host memory and the GPU that
     wait for nothing but what is issued already; worker threads issue disk reads and writes and all other copies, one
-    for each stream, because they may have to wait on the host for another before they can issue. (Handed over, each
-    item of a step took about 30 us: one of 480 copies was to take 107 ms by the link of an H200, and took 154.)
-    Launches of the host run on a worker too. Host memory is one slab, pinned in place (an allocator of pinned memory
-    would round it up to a power of two)."""
+    for each stream, because they may have to wait on the host for another before they can issue. Launches of the host
+    run on a worker too. Host memory is one slab, pinned in place (an allocator of pinned memory would round it up to a
+    power of two)."""
 
     queues = True
 
-    def __init__(self, reader: DiskReader, *, graphs: bool = True, whole: bool = False, **options: Any) -> None:
+    def __init__(self, reader: DiskReader, *, graphs: bool = True, whole: bool = False, reads_land: bool = False,
+                 **options: Any) -> None:
         """Take the readers, spill files and switches of a `StreamedDevice`; `graphs` may capture launches, and `whole`
-        steps with their copies, unless each item is to be seen."""
+        steps with their copies, unless each item is to be seen. With `reads_land` the device's memory is pinned memory
+        of the host, into which files are read."""
         if not torch.cuda.is_available():
             raise RuntimeFault("this plan is for a GPU, and torch finds none; plan for this machine instead")
         super().__init__(reader, **options)
         self.device_memory: torch.Tensor | None = None
+        self.reads_land = reads_land
+        self.near: Arena | None = None  # the memory of the device, where it is the host's
         self.scratch: Scratch | None = None
         self.host: Arena | None = None
+        self.seen: torch.Tensor | None = None  # host memory, as kernels read it in place
         self.landing: Arena | None = None
         self.staging: InputStaging | None = None
         try:  # other threads may open devices too
@@ -98,8 +100,12 @@ class CudaDevice(StreamedDevice):
             whole and not (self.poison or self.sync or self.trace))
 
     def allocate(self, arenas: Mapping[str, int]) -> None:
-        with torch.inference_mode(False):  # workers write to it, which are in no mode of the caller's
-            self.device_memory = torch.empty(arenas["device"], dtype=torch.uint8, device="cuda")
+        if self.reads_land:
+            self.near = pinned_arena(arenas["device"])
+            self.device_memory = seen_by_gpu(self.near)
+        else:
+            with torch.inference_mode(False):  # workers write to it, which are in no mode of the caller's
+                self.device_memory = torch.empty(arenas["device"], dtype=torch.uint8, device="cuda")
         torch.cuda.current_stream().synchronize()  # which may still work in the memory for whoever had it before
         self.landing = pinned_arena(LOAD_NBYTES)
         if "host" in arenas:
@@ -133,11 +139,16 @@ class CudaDevice(StreamedDevice):
                 self.scratch.hold(held[SCRATCH], 0)
 
     def tensor(self, ref: TensorRef) -> torch.Tensor:
-        if ref.arena == "host":
-            assert self.host is not None
-            return self.host.tensor(ref)
-        assert self.device_memory is not None
-        return view(self.device_memory, ref)
+        memory = self.host.bytes if ref.arena == "host" and self.host is not None else self.device_memory
+        assert memory is not None
+        return view(memory, ref)
+
+    def operand(self, stream: str, ref: TensorRef) -> torch.Tensor:
+        if ref.arena != "host" or stream != COMPUTE or self.host is None:
+            return self.tensor(ref)
+        if self.seen is None:
+            self.seen = seen_by_gpu(self.host)
+        return view(self.seen, ref)
 
     def _bytes(self, span: Span) -> torch.Tensor:
         memory = self.host.bytes if span.arena == "host" and self.host is not None else self.device_memory
@@ -194,16 +205,16 @@ class CudaDevice(StreamedDevice):
         if item.stream == WRITE:
             assert isinstance(place, Span)
             return self._bind_write(item, self._host_address(item, place))
-        if isinstance(item.src, FileSlice) and target.arena == "device":
+        if isinstance(item.src, FileSlice) and target.arena == "device" and self.near is None:
             return lambda: self._load(place, target)  # type: ignore[arg-type]
         return self._bind_read(item, self._host_address(item, target))
 
     def _host_address(self, item: Copy, span: Span) -> int:
         """Return the address of a span in host memory, which alone files are read to and written from."""
-        if span.arena != "host":
+        memory = self.host if span.arena == "host" else self.near
+        if memory is None:
             raise RuntimeFault(f"{item.label}: between disk and GPU bytes pass through host memory; plan with host_hop")
-        assert self.host is not None
-        return self.host.address + span.offset
+        return memory.address + span.offset
 
     def _bind_read(self, item: Copy, address: int) -> Call:
         src, disk, reader = item.src, self.workers[item.stream], self.readers[item.stream]
@@ -379,21 +390,14 @@ class CudaDevice(StreamedDevice):
 
     def close(self) -> None:
         self._close_all(*self.workers.values(), *set(self.readers.values()))
-        for arena in (self.host, self.landing):
+        for arena in (self.host, self.near, self.landing):
             if arena is not None:
                 torch.cuda.cudart().cudaHostUnregister(arena.address)
         if self.staging is not None:
             self.staging.close()
-        self.host = self.landing = self.device_memory = self.scratch = None
+        self.host = self.near = self.landing = self.seen = self.device_memory = self.scratch = None
         with contextlib.suppress(RuntimeError):  # of a GPU that is lost, as those who used it were told
             streams = [self.compute, *self.streams.values()]
             for stream in streams:
                 stream.synchronize()
             IDLE.append(streams)
-
-
-def open_cuda(opening: Opening) -> CudaDevice:
-    """Open the process's current GPU."""
-    overlap_launches(opening.switches.pdl)
-    switches = opening.switches
-    return CudaDevice(opening.reader, graphs=switches.graphs, whole=switches.whole_steps, **opening.shared())

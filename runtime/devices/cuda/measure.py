@@ -6,6 +6,7 @@ therefore few: the quick measurement compiles about a dozen.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import itertools
 import time
@@ -21,6 +22,9 @@ from forebay.kernels.operators import ATTENTION, KV_APPEND, RMS_NORM, ROTARY
 from forebay.rewriter.ir.program import COMPUTE, UPLOAD, Copy, Item, Record, Span, Wait
 from forebay.rewriter.machine.points import GemmPoint
 from forebay.rewriter.machine.profile import Link, Tier
+from forebay.runtime.devices.cuda.driver import driver_function
+from forebay.runtime.devices.cuda.kind import CUDA
+from forebay.runtime.devices.cuda.pinned import pinned_arena, seen_by_gpu
 from forebay.runtime.devices.device import RuntimeFault
 from forebay.runtime.disk.reader import open_reader
 from forebay.runtime.measure.copies import BUFFER_NBYTES, copy_link
@@ -37,6 +41,7 @@ STREAM_NBYTES = 256 << 20  # several times an L2
 COLD = 4  # weights that products take turns over, in sizes of the L2
 LAUNCHES = 20  # of each kind; far fewer than a stream holds before issuing waits for the device
 SLOTS, TILE_NBYTES = 4, 4096  # of copies whose issuing is timed: small, so that the link takes less
+HOST_PAGE_TABLES = 100  # cudaDevAttrPageableMemoryAccessUsesHostPageTables (driver_types.h)
 KV_HEADS, HEADS, HEAD_DIM, TOKENS = 8, 32, 128, 32768  # 128 MiB of K and V in 16 bit
 
 
@@ -77,6 +82,36 @@ def read_bytes_per_s(rounds: int) -> float:
     """Return how fast computation reads the GPU's memory: a sum."""
     values = torch.ones(STREAM_NBYTES // 4, dtype=torch.float32, device=_device())
     return STREAM_NBYTES / device_time_s(values.sum, rounds)
+
+
+def host_read_bytes_per_s(rounds: int) -> float:
+    """Return how fast computation reads pinned host memory where it lies; 0 on a GPU that is not coherent with it.
+
+    A GPU that shares the host's memory, or its page tables, is. Others reach pinned memory too, over a bus.
+    """
+    if not CUDA.one_memory() and not _uses_host_page_tables():
+        return 0.0
+    arena = pinned_arena(STREAM_NBYTES)
+    try:
+        arena.bytes.fill_(1)
+        values = seen_by_gpu(arena)
+        if not bool((values == 1).all()):
+            raise RuntimeFault("the GPU reads other bytes than host memory holds")
+        return STREAM_NBYTES / device_time_s(values.view(torch.float32).sum, rounds)
+    finally:
+        torch.cuda.synchronize()
+        torch.cuda.cudart().cudaHostUnregister(arena.address)
+
+
+def _uses_host_page_tables() -> bool:
+    """Return whether the GPU reads pageable memory by the host's page tables, as by NVLink-C2C; HIP numbers its
+    attributes otherwise, and such GPUs of AMD are integrated."""
+    value = ctypes.c_int()
+    try:
+        ask = driver_function("cudaDeviceGetAttribute", "")
+    except (OSError, AttributeError):
+        return False
+    return ask(ctypes.byref(value), HOST_PAGE_TABLES, torch.cuda.current_device()) == 0 and value.value == 1
 
 
 def half(device: torch.device) -> torch.dtype:

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from forebay.rewriter.ir.alignment import PAGE_NBYTES
+from forebay.runtime.devices.cuda.driver import driver_function
 from forebay.runtime.devices.device import RuntimeFault
 from forebay.runtime.run.arena import Arena
 
@@ -36,6 +37,30 @@ def pinned_arena(nbytes: int) -> Arena:
         raise RuntimeFault(f"pinning {nbytes} bytes of host memory failed (CUDA error {int(code)}); a smaller host "
                            "budget or a higher `ulimit -l` may help")
     return arena
+
+
+class _Seen:
+    """Pinned memory as `__cuda_array_interface__` describes memory at an address of a GPU."""
+
+    def __init__(self, arena: Arena, address: int) -> None:
+        self.arena = arena  # kept as long as a tensor shows it
+        self.__cuda_array_interface__ = {
+            "shape": (arena.nbytes,), "typestr": "|u1", "data": (address, False), "version": 2}
+
+
+def seen_by_gpu(arena: Arena) -> torch.Tensor:
+    """Return pinned memory as a uint8 tensor of the GPU, whose kernels read and write it where it lies. RuntimeFault
+    where the driver gives it no address."""
+    address = ctypes.c_void_p()
+    try:
+        code = driver_function("cudaHostGetDevicePointer", "hipHostGetDevicePointer")(
+            ctypes.byref(address), ctypes.c_void_p(arena.address), 0)
+    except (OSError, AttributeError) as error:
+        raise RuntimeFault(f"the GPU cannot read host memory in place: {error}") from error
+    if code or not address.value:
+        raise RuntimeFault(f"the GPU cannot read host memory in place (error {code} of its driver)")
+    with torch.inference_mode(False):
+        return torch.as_tensor(_Seen(arena, address.value), device="cuda")
 
 
 class InputStaging:

@@ -6,11 +6,11 @@ import ctypes
 import functools
 import logging
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from forebay.runtime.devices.cuda.driver import driver_function
 from forebay.runtime.devices.device import RuntimeFault
 from forebay.runtime.devices.outward import copy_runs
 from forebay.runtime.disk.chunks import RowRun
@@ -53,17 +53,13 @@ def grouped(moved: tuple[RowRun, ...]) -> list[PitchedRuns]:
 @functools.cache
 def pitched_copy() -> PitchedCopy | None:
     """The driver's copy of rows, after it moved the right bytes both ways on this GPU; None where it did not."""
-    folder = Path(torch.__file__).parent / "lib"
-    for library, name in (("libc10_cuda.so", "cudaMemcpy2DAsync"), ("libc10_hip.so", "hipMemcpy2DAsync")):
-        if (folder / library).exists():
-            try:
-                copy = _checked_errors(getattr(ctypes.CDLL(str(folder / library)), name))  # of the library that it uses
-                _refuse_other_bytes(copy, *_tensors())
-            except (OSError, AttributeError, RuntimeError) as error:
-                LOG.info("runs of bytes are copied one by one: %s", error)
-                return None
-            return copy
-    return None
+    try:
+        copy = _checked_errors(driver_function("cudaMemcpy2DAsync", "hipMemcpy2DAsync"))
+        _refuse_other_bytes(copy, *_tensors())
+    except (OSError, AttributeError, RuntimeError) as error:
+        LOG.info("runs of bytes are copied one by one: %s", error)
+        return None
+    return copy
 
 
 def _checked_errors(call: Any) -> PitchedCopy:

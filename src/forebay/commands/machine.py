@@ -49,9 +49,8 @@ def machine_command(
             print(found.to_json())
             return
         print(f"{found.name}: {found.device_kind}, {found.cores} cores, {found.threads} threads, measured {found.date}")
-        for tier, held in found.tiers.items():
-            speed = f", read at {held.bandwidth_bytes_per_s / 1e9:.2f} GB/s" if held.bandwidth_bytes_per_s else ""
-            print(f"tier {tier:<8}{format_nbytes(held.capacity_nbytes)} free{speed}")
+        for tier in found.tiers:
+            print(_tier_line(found, tier))
         for link in found.links:
             how = f"{link.method}, {link.depth} in flight of {format_nbytes(link.chunk_nbytes)}" if link.chunk_nbytes \
                 else link.method
@@ -80,6 +79,18 @@ def machine_command(
         for guess in found.guessed:
             print(f"a guess, until it is measured again: {guess}")
         print(f"kept in {machine_cache_path(folder)}; --measure measures anew")
+
+
+def _tier_line(machine: Machine, tier: str) -> str:
+    """The room of a tier, and how fast it is read."""
+    from forebay.rewriter.ir.byte_sizes import format_nbytes
+
+    held, in_place = machine.tiers[tier], machine.host_read_bytes_per_s if tier == "host" else 0.0
+    speed = f", read at {held.bandwidth_bytes_per_s / 1e9:.2f} GB/s" if held.bandwidth_bytes_per_s else ""
+    kernels = f", by the GPU in place at {in_place / 1e9:.2f} GB/s" if in_place else ""
+    room = "the device's" if tier == "host" and machine.one_memory and not held.capacity_nbytes else (
+        f"{format_nbytes(held.capacity_nbytes)} free")
+    return f"tier {tier:<8}{room}{speed}{kernels}"
 
 
 def machine_profile(options: Options | None, folder: Path) -> Machine:

@@ -134,7 +134,7 @@ def throughput_roofs(plan: Plan, program: Program, machine: Machine) -> dict[str
     """
     times = MachineEstimator(machine)
     roofs: dict[str, tuple[float, float]] = {}
-    streamed = [w for w in plan.weights if w.tier != "device" and not (w.gather and not w.tile_rows)]
+    streamed = [w for w in plan.weights if w.streams and not (w.gather and not w.tile_rows)]
     for tier in dict.fromkeys(w.tier for w in streamed):
         nbytes = sum(w.nbytes for w in streamed if w.tier == tier)
         to = machine.near_disk if tier == "disk" else "device"

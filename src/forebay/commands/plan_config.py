@@ -209,7 +209,7 @@ def step_copies(plan: Plan) -> int:
     """Copies of a step, of which it launches what reads them for each micro-batch: tiles of the weights that stream."""
     size, batching = plan.schedule.slot_nbytes, plan.schedule.batching
     return batching.micro_batches.count * sum(
-        -(-w.nbytes // size) for w in plan.weights if w.tier != "device" and (w.tile_rows or not w.gather))
+        -(-w.nbytes // size) for w in plan.weights if w.streams and (w.tile_rows or not w.gather))
 
 
 def plan_data(found: ConfigPlan, request: PlanRequest) -> dict[str, Any]:
@@ -270,7 +270,7 @@ def _budget(machine: Machine, given: dict[str, int], captured: CapturedModel) ->
         raise PlanError(f"budget.disk: the weights' files take {format_nbytes(captured.weight_nbytes)} "
                         f"({captured.weight_nbytes} bytes), {format_nbytes(room['disk'])} are given; add "
                         "disk=SIZE to the budget to plan for another disk")
-    beside = room.get("host", 0) if machine.kind.host_hop else given.get("host", 0)
+    beside = room.get("host", 0) if machine.host_hop else given.get("host", 0)
     return Budget(room["device"], beside), room["disk"] - captured.weight_nbytes
 
 

@@ -88,7 +88,7 @@ def _budget(strategy: Strategy, service: ServiceWanted) -> str:
         device = min(device, service.budget_nbytes)
     text = f"device={device // MIB}MiB" if device >= MIB else f"device={device}"
     host = machine.tiers["host"].capacity_nbytes if "host" in machine.tiers else 0
-    return text + (f",host={host // MIB}MiB" if strategy.offloaded and machine.kind.host_hop and host else "")
+    return text + (f",host={host // MIB}MiB" if strategy.offloaded and machine.host_hop and host else "")
 
 
 def _sizes(strategy: Strategy, service: ServiceWanted) -> list[str]:

@@ -18,7 +18,7 @@ def test_every_number_has_a_source(name: str) -> None:
     machine.validate()
     assert {path for path, number in machine.numbers().items() if number} <= set(machine.sources)
     assert set(machine.sources) <= set(machine.numbers()) and machine.name == name
-    launches = "an asynchronous launch" if machine.kind.host_hop else "as on two cores of a Zen 4"
+    launches = "as on two cores of a Zen 4" if machine.kind.on_host_cores else "an asynchronous launch"
     assert machine.source("dispatch_s").endswith(launches)
 
 

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -27,12 +28,13 @@ from forebay.kernels.products.linear import choices
 from forebay.rewriter.ir.program import Copy, Item, Record, Span, Wait
 from forebay.rewriter.machine.both_ways import BothWays
 from forebay.rewriter.machine.points import Contention, GemmPoint
-from forebay.rewriter.machine.profile import Link, Machine
+from forebay.rewriter.machine.profile import Link, Machine, Tier
 from forebay.rewriter.predict.estimator import MachineEstimator
 from forebay.runtime.devices.cuda import measure as measure_cuda
 from forebay.runtime.devices.device import RuntimeFault
 from forebay.runtime.disk.reader import DiskReader
 from forebay.runtime.measure import machine as measure
+from forebay.runtime.run.arena import Arena
 
 NAME = "NVIDIA H200"
 
@@ -215,13 +217,52 @@ def test_a_copy_costs_its_thread_what_orders_it_too(monkeypatch: pytest.MonkeyPa
     assert measure_cuda.copy_issue_s(3) == pytest.approx(13e-6) and closed == [True]
 
 
+@pytest.mark.parametrize(("integrated", "tables", "byte", "rate"), [
+    (False, 0, 1, 0.0), (True, None, 1, 2048.0), (False, 1, 1, 2048.0), (False, None, 1, 0.0), (True, 0, 7, None)])
+def test_host_memory_is_read_in_place_by_gpus_that_are_coherent_with_it(
+    gpu: None, monkeypatch: pytest.MonkeyPatch, integrated: bool, tables: int | None, byte: int, rate: float | None
+) -> None:
+    """By their attributes; the rate is that of a sum. A GPU that reads other bytes is refused."""
+    asked, given_back = [], []
+
+    def attribute(value: Any, number: int, device: int) -> int:
+        asked.append(number)
+        value._obj.value = tables
+        return 0
+
+    def function(cuda: str, hip: str) -> Callable[..., int]:
+        if tables is None:
+            raise OSError("no such library")
+        return attribute
+
+    def seen(arena: Arena) -> torch.Tensor:
+        arena.bytes.fill_(byte)
+        return arena.bytes
+
+    registered = SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda at: given_back.append(at))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(is_integrated=integrated))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: registered)
+    monkeypatch.setattr(measure_cuda, "driver_function", function)
+    monkeypatch.setattr(measure_cuda, "seen_by_gpu", seen)
+    if rate is None:
+        with pytest.raises(RuntimeFault, match="reads other bytes"):
+            measure_cuda.host_read_bytes_per_s(3)
+    else:
+        assert measure_cuda.host_read_bytes_per_s(3) == rate
+    assert asked == ([] if integrated or tables is None else [100]) and len(given_back) == (rate != 0.0)
+
+
 def test_missing_triton_is_said(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "forebay.kernels.products.linear.gpu", None)
     with pytest.raises(RuntimeFault, match="measuring a GPU needs Triton"):
         measure_cuda.gemm_points(True, lambda stage, share: None)
 
 
-def test_the_profile_of_a_gpu_holds_what_was_measured_on_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_profile_of_a_gpu_holds_what_was_measured_on_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool
+) -> None:
     point = GemmPoint("flat", "w4g64", 2, 64, 128, 1e-5)
     for module, name, value in (
         (torch.cuda, "is_available", True), (torch.cuda, "get_device_name", NAME),
@@ -233,6 +274,8 @@ def test_the_profile_of_a_gpu_holds_what_was_measured_on_it(tmp_path: Path, monk
         (measure_cuda, "copy_bytes_per_s", 2e12), (measure_cuda, "read_bytes_per_s", 4e12),
         (measure_cuda, "gemm_points", (point,)), (measure_cuda, "attention_bytes_per_s", 3e12),
         (measure_cuda, "dispatch_s", 12e-6), (measure_cuda, "copy_issue_s", 25e-6),
+        (measure_cuda, "host_read_bytes_per_s", 3.9e12),
+        (torch.cuda, "get_device_properties", SimpleNamespace(is_integrated=shared)), (torch.cuda, "current_device", 0),
         (measure, "choice_elements_per_s", 1e9),
     ):
         monkeypatch.setattr(module, name, lambda *_, value=value: value)
@@ -240,7 +283,19 @@ def test_the_profile_of_a_gpu_holds_what_was_measured_on_it(tmp_path: Path, monk
     assert (machine.memory_bytes_per_s, machine.attention_bytes_per_s, machine.dispatch_s) == (2e12, 3e12, 12e-6)
     assert machine.copy_issue_s == MachineEstimator(machine).copy_issue_s == 25e-6
     assert MachineEstimator(replace(machine, copy_issue_s=0.0)).copy_issue_s == 2e-5, "of profiles that lack it"
-    assert machine.tiers["device"].bandwidth_bytes_per_s == 4e12 and machine.tiers["device"].capacity_nbytes == 1 << 37
+    assert machine.tiers["device"].bandwidth_bytes_per_s == 4e12 and machine.host_read_bytes_per_s == 3.9e12
+    assert (machine.one_memory, machine.near_disk) == (shared, "device" if shared else "host")
+    room = {tier: held.capacity_nbytes for tier, held in machine.tiers.items()}
+    if shared:
+        assert room["host"] == 0 < room["device"] < 1 << 37, "the RAM, which is not promised twice"
+        assert machine.link("disk", "device") == replace(machine.link("disk", "host"), dst="device")
+        assert machine.link("device", "disk").bandwidth_bytes_per_s == 1e9
+        slow = measure._counted_once(replace(machine, host_read_bytes_per_s=1e12, tiers=machine.tiers | {
+            "host": Tier(1 << 30, 1.0)}))
+        assert [slow.tiers[tier].capacity_nbytes for tier in ("device", "host")] == [7 << 27, 1 << 27]
+        assert slow.near_disk == "host"
+    else:
+        assert room["device"] == 1 << 37 and room["host"] > 0
     assert 0 < machine.tiers["host"].bandwidth_bytes_per_s < 1e12, "that of RAM"
     rates, times = machine.host_product_bytes_per_s, MachineEstimator(machine)
     assert all(1e6 < rate < 1e12 for rate in (*rates.values(), machine.host_attention_bytes_per_s)), "of its cores"

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from forebay.runtime.devices.cuda import pinned
+from forebay.runtime.devices.device import RuntimeFault
+from forebay.runtime.run.arena import Arena
 
 
 class Event:
@@ -62,3 +66,36 @@ def test_a_result_of_the_host_is_as_it_was(staging: pinned.InputStaging) -> None
     result.fill_(0)
     assert read().tolist() == [4, 5]
     staging.close()
+
+
+class Shown:
+    """`cudaHostGetDevicePointer` of a driver that maps host memory `shift` bytes further on, or fails."""
+
+    def __init__(self, code: int, shift: int = 0) -> None:
+        self.code, self.shift = code, shift
+
+    def __call__(self, found: Any, host: ctypes.c_void_p, flags: int) -> int:
+        found._obj.value = (host.value or 0) + self.shift
+        return self.code
+
+
+def test_kernels_see_pinned_memory_at_the_address_that_the_driver_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    described = []
+
+    def as_tensor(value: Any, device: str) -> torch.Tensor:
+        described.append((value.__cuda_array_interface__, device))
+        return value.arena.bytes
+
+    arena = Arena(4096)
+    monkeypatch.setattr(torch, "as_tensor", as_tensor)
+    monkeypatch.setattr(pinned, "driver_function", lambda *names: Shown(0, 8192))
+    assert pinned.seen_by_gpu(arena) is arena.bytes
+    assert described == [({"shape": (4096,), "typestr": "|u1", "data": (arena.address + 8192, False), "version": 2},
+                          "cuda")]
+    monkeypatch.setattr(pinned, "driver_function", lambda *names: Shown(801))
+    with pytest.raises(RuntimeFault, match=r"cannot read host memory in place \(error 801"):
+        pinned.seen_by_gpu(arena)
+    monkeypatch.undo()
+    if not torch.cuda.is_available():
+        with pytest.raises(RuntimeFault, match="cannot read host memory in place: this torch is for no GPU"):
+            pinned.seen_by_gpu(arena)
