@@ -146,8 +146,7 @@ class CudaDevice(StreamedDevice):
     def operand(self, stream: str, ref: TensorRef) -> torch.Tensor:
         if ref.arena != "host" or stream != COMPUTE or self.host is None:
             return self.tensor(ref)
-        if self.seen is None:
-            self.seen = seen_by_gpu(self.host)
+        self.seen = seen_by_gpu(self.host) if self.seen is None else self.seen
         return view(self.seen, ref)
 
     def _bytes(self, span: Span) -> torch.Tensor:
@@ -206,7 +205,9 @@ class CudaDevice(StreamedDevice):
             assert isinstance(place, Span)
             return self._bind_write(item, self._host_address(item, place))
         if isinstance(item.src, FileSlice) and target.arena == "device" and self.near is None:
-            return lambda: self._load(place, target)  # type: ignore[arg-type]
+            assert self.landing is not None
+            return functools.partial(load_through, self.landing, item.src, self._bytes(target), self.readers[DISK],
+                                     self.ledgers[DISK], self.streams[UPLOAD])
         return self._bind_read(item, self._host_address(item, target))
 
     def _host_address(self, item: Copy, span: Span) -> int:
@@ -307,10 +308,6 @@ class CudaDevice(StreamedDevice):
             return () if self.trace is None else ((0, 0, int((index >= 0).sum()) * rows.row_nbytes),)
 
         return issue
-
-    def _load(self, src: FileSlice, dst: Span) -> None:
-        assert self.landing is not None
-        load_through(self.landing, src, self._bytes(dst), self.readers[DISK], self.ledgers[DISK], self.streams[UPLOAD])
 
     # -- events
 
