@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, dataclass_transform
 
-from forebay.rewriter.ir.alignment import PAGE_NBYTES
+from forebay.rewriter.ir.alignment import GATHER_NBYTES, PAGE_NBYTES
 
 T = TypeVar("T")
 COMPUTE, DISK, UPLOAD = "compute", "disk", "upload"  # streams: kernels; file reads; host -> device copies
@@ -127,6 +127,16 @@ class FileSlice:
             return near.part(lower - starts[first], row_nbytes)
 
         return row
+
+    @property
+    def slices(self) -> int:
+        """Reads that it takes: bands that meet in their file come in one, and pieces with little between them."""
+        found, end = 0, ("", -1)
+        for band in self.bands:
+            path, apart = band.path or self.path, band.stride - band.row_nbytes > GATHER_NBYTES
+            found += (band.count - 1 if apart else 0) + ((path, band.offset + band.pieces[0][0]) != end)
+            end = path, band.offset + (band.count - 1) * band.stride + sum(band.pieces[-1])
+        return max(1, found)
 
     @property
     def paths(self) -> set[str]:

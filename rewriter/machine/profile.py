@@ -42,6 +42,7 @@ class Machine:
     dispatch_s: seconds of the issuing thread for a launch; a GPU computes meanwhile.
     torch_dispatch_s: the same of an operator of torch's on a processor (0: as others).
     copy_issue_s: seconds of the computing thread for a copy.
+    slice_issue_s: the same for each further slice of files that a copy reads, as of experts (0: not measured).
     row_request_s: seconds of each further read of a row gather.
     attention_bytes_per_s: bytes of K and V per second in decode attention of one long sequence.
     host_attention_bytes_per_s: the same on the host of a GPU (0: it does not compute).
@@ -85,6 +86,7 @@ class Machine:
     choice_elements_per_s: float = 0.0
     torch_dispatch_s: float = 0.0
     copy_issue_s: float = CPU_COPY_ISSUE_S
+    slice_issue_s: float = 0.0
     row_request_s: float = ROW_REQUEST_S
     host_attention_bytes_per_s: float = 0.0
     host_product_bytes_per_s: Mapping[str, float] = field(default_factory=dict)

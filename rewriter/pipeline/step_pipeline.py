@@ -76,6 +76,7 @@ class Pipeline:
         several = max(workload.prompt, *checks, 2 if graphs.gathers else 1)
         if several > 1:  # whose operands may lie in other ways, so that they are no rows
             uses = read_by_both(uses, weight_uses(graphs.step(several), set(graphs.constants)))
+        uses = [replace(u, slices=graphs.files[u.name].slices) if u.name in graphs.files else u for u in uses]
         self.needs = ModelNeeds(
             graphs.fingerprint, uses,
             {name: t.numel() * t.element_size() for name, t in graphs.constants.items()},

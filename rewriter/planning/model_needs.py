@@ -35,6 +35,7 @@ class WeightUse:
     more_rows: int = 0  # that a product multiplies by it beside those of the step's tokens, of checkpoints
     share: float = 1.0  # of it that one row multiplies by: of a table of experts those that are chosen
     outputs: int = 0  # of a table of experts: numbers that each gives of a token
+    slices: int = 1  # of files that it lies in
     picks: int = 0  # the most experts of it that one row may choose: more than its share where ranks have other ones
 
 

@@ -13,6 +13,7 @@ from forebay.rewriter.ir.program import ATTEND, DISK, UPLOAD
 from forebay.rewriter.planning.expert_pools import ExpertPools, pools_of
 from forebay.rewriter.planning.model_needs import ModelNeeds, WeightUse
 from forebay.rewriter.planning.options import Options
+from forebay.rewriter.planning.tiles import tile_count
 from forebay.rewriter.predict.closed_form import Rates
 
 SMALL_NBYTES = 64 << 10  # below this a copy costs more in latency (~0.1 ms) than in bytes
@@ -32,6 +33,14 @@ class WeightKinds:
     sizes: tuple[tuple[int, int], ...]  # bytes of a product's weight, and how many are as large
     least_slots: int  # the most of `products` that one operator reads
     pools: ExpertPools  # of tables among `products`
+
+    @cached_property
+    def _in_slices(self) -> tuple[WeightUse, ...]:
+        return tuple(u for u in self.products if u.slices > 1)
+
+    def further_slices(self, slot_nbytes: int) -> int:
+        """Slices of files that all products have beyond one for each copy through slots of this size."""
+        return sum(max(0, u.slices - tile_count(u, slot_nbytes)) for u in self._in_slices)
 
     def streaming(self, pools: bool) -> tuple[WeightUse, ...]:
         """The products that may have a place in memory as a whole, where there are pools or none."""
@@ -143,14 +152,17 @@ class StepStreams:
         return self.held / self.kinds.products_nbytes if self.fit.in_place else 0.0
 
     def moved(self, tokens: int) -> tuple[int, float, int]:
-        """Bytes that a step streams through staging slots, in so many copies, and those of them from host memory."""
+        """Bytes that a step streams through staging slots, in so many copies, and those of them from host memory;
+        a further slice that a copy reads counts as a part of one."""
         there = 0 if self.fit.in_place else self.held
         kinds, nbytes, held = self.kinds, self.fetches * (self.nbytes - self.held + there), self.fetches * there
         if self.fit.by_name and not self._by_name(tokens):
             there = sum(aligned(u.nbytes) for u in self.pools.on_host)
             nbytes += self.pools.tables_nbytes + there
             held += self.tables_held + there
-        copies = nbytes / kinds.products_nbytes * kinds.tiles(self.fit.slot_nbytes) if nbytes else 0.0
+        whole = nbytes and not self._by_name(tokens)
+        more = kinds.further_slices(self.fit.slot_nbytes) * self.rates.slice_share if whole else 0.0
+        copies = nbytes / kinds.products_nbytes * (kinds.tiles(self.fit.slot_nbytes) + more) if nbytes else 0.0
         return nbytes, copies, held
 
     def named_nbytes(self, tokens: int) -> float:

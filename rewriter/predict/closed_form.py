@@ -77,6 +77,8 @@ CACHE_STREAMS = {("disk", "device"): LOAD, ("host", "device"): RETURN, ("device"
 class Rates:
     """The costs of streaming and computing on a machine; the default is a cautious guess that computes in no time.
 
+    slice_share is what a further slice of files costs of a copy's launch_s.
+
     bytes_per_s and latency_s are of the link that weights stream over; upload_bytes_per_s and upload_latency_s are
     those of what lies in host memory, and with `hop` of what passes through it; launch_s is what one copy more costs
     the thread that computes; slowed and slows are what computing and streaming do to each other at once, and
@@ -107,6 +109,7 @@ class Rates:
     multiplies: bool = False
     in_place_s: Callable[[int], float] | None = None
     in_place_byte_s: float = 0.0
+    slice_share: float = 0.0
 
     def device_attend_s(self, tokens: int) -> float:
         """Seconds of the attention that the device does in a step; no less than reading what lies in host memory."""
@@ -220,4 +223,5 @@ def rates_of(
                  host_product_s=lambda kind, nbytes, flops: host_product_s(kind, nbytes, flops, times),
                  multiplies=math.isfinite(times.host_product_s("bfloat16", 1.0, 1.0)),
                  in_place_s=in_place_s if math.isfinite(times.in_place_byte_s) else None,
-                 in_place_byte_s=times.in_place_byte_s)
+                 in_place_byte_s=times.in_place_byte_s,
+                 slice_share=times.slice_issue_s / max(1e-9, times.copy_issue_s + launches_s))

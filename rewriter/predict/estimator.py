@@ -44,6 +44,10 @@ class Estimator(Protocol):
         """Seconds of the issuing thread per copy."""
 
     @property
+    def slice_issue_s(self) -> float:
+        """Seconds of the issuing thread per further slice of files that a copy reads."""
+
+    @property
     def row_request_s(self) -> float:
         """Seconds of each further read of a row gather."""
 
@@ -140,6 +144,10 @@ class MachineEstimator:
     @property
     def copy_issue_s(self) -> float:
         return self.machine.copy_issue_s or (0.0 if self.serial else ISSUED_S)
+
+    @property
+    def slice_issue_s(self) -> float:
+        return self.machine.slice_issue_s if self.serial else 0.0
 
     @property
     def row_request_s(self) -> float:

@@ -68,6 +68,11 @@ def copy_time_s(item: Copy, times: Estimator) -> float:
     return typical * taken_nbytes(item) * times.byte_s(*tiers)
 
 
+def slices_of(item: Copy) -> int:
+    """Slices of files that a copy reads; what names its rows says how many of others."""
+    return item.src.slices if isinstance(item.src, FileSlice) else 1
+
+
 def taken_nbytes(item: Copy) -> int:
     """Bytes that a copy takes from where it begins: of pieces of rows with what lies between, where that is little."""
     bands = item.src.bands if isinstance(item.src, FileSlice) else ()

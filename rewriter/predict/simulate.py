@@ -27,6 +27,7 @@ from forebay.rewriter.predict.item_costs import (
     host_read_nbytes,
     item_time_s,
     launch_issue_s,
+    slices_of,
     taken_nbytes,
     touched_nbytes,
 )
@@ -96,7 +97,8 @@ def item_cost(item: Item, times: Estimator, seen: Mapping[int, float] | None = N
         return ItemCost(time_s, times.slowed(share), times.slows(share), issue_s=launch_issue_s(times))
     if isinstance(item, Copy):
         both_ways = times.both_ways(copy_nbytes(item)) if item.stream == WRITE and copy_nbytes(item) else (1.0, 1.0)
-        return ItemCost(time_s, latency_s=copy_latency_s(item, times), issue_s=times.copy_issue_s, both_ways=both_ways)
+        issue_s = times.copy_issue_s + (slices_of(item) - 1) * times.slice_issue_s
+        return ItemCost(time_s, latency_s=copy_latency_s(item, times), issue_s=issue_s, both_ways=both_ways)
     return ItemCost(time_s)
 
 
@@ -115,5 +117,5 @@ def _likeness(item: Item) -> tuple:
     if isinstance(item, Copy):
         rows = [(end.row_nbytes, type(end.table), end.typical) if isinstance(end, Rows) else None
                 for end in (item.src, item.dst)]
-        return tier_of(item.src), tier_of(item.dst), copy_nbytes(item), taken_nbytes(item), *rows
+        return tier_of(item.src), tier_of(item.dst), copy_nbytes(item), taken_nbytes(item), slices_of(item), *rows
     return ()

@@ -38,7 +38,7 @@ from forebay.runtime.disk.reader import DiskReader, Read, available_kinds, open_
 from forebay.runtime.disk.temporary import temporary_file
 from forebay.runtime.measure.contention import measure_contention
 from forebay.runtime.measure.copies import BUFFER_NBYTES
-from forebay.runtime.measure.issue import copy_issue_s
+from forebay.runtime.measure.issue import issue_times_s
 from forebay.runtime.measure.kernels import (
     MIB,
     READ_NBYTES,
@@ -146,7 +146,8 @@ def measure_machine(folder: str | os.PathLike[str], *, quick: bool, progress: St
         choice_elements_per_s=choice_elements_per_s(quick),
         **(_beside_host(quick, rounds) if not kind.on_host_cores else {}),
         torch_dispatch_s=measure_cpu.torch_dispatch_s(rounds) if kind.on_host_cores else 0.0,
-        copy_issue_s=issue_s if kind.on_host_cores else measure_cuda.copy_issue_s(rounds),
+        copy_issue_s=issue_s[0] if kind.on_host_cores else measure_cuda.copy_issue_s(rounds),
+        slice_issue_s=issue_s[1],
         row_request_s=request_s,
         others_share=neighbours.share(),
     )
@@ -231,9 +232,10 @@ def choose_trial(trials: list[DiskTrial]) -> DiskTrial:
 
 def _disk_links(
     folder: str | os.PathLike[str], kind: DeviceKind, quick: bool, say: StageProgress
-) -> tuple[Link, Link, tuple[Contention, float], tuple[BothWays, ...], float, float]:
+) -> tuple[Link, Link, tuple[Contention, float], tuple[BothWays, ...], float, tuple[float, float]]:
     """Links from and to the disk, what computing and reading do to each other (`measure_contention`), and reading
-    and writing, what a read of a lookup takes, and what any copy takes of the thread that computes."""
+    and writing, what a read of a lookup takes, and what any copy, and each further slice of one, takes
+    of the thread that computes."""
     nbytes = (64 if quick else 512) * MIB
     free = shutil.disk_usage(folder).free
     if free < 2 * nbytes:
@@ -249,7 +251,7 @@ def _disk_links(
             sizes, rounds, tries = (LINK_NBYTES[:-1], 4, 1) if quick else (LINK_NBYTES, 5, None)
             bandwidth, latency, r2 = steady_link(sizes, rounds, lambda size, turn: read_time_s(
                 reader, path, _place(turn, size, nbytes), size, memory), tries)
-            issue_s = copy_issue_s(reader, path, nbytes, memory, quick) if kind.on_host_cores else 0.0
+            issue_s = issue_times_s(reader, path, nbytes, memory, quick) if kind.on_host_cores else (0.0, 0.0)
         with contextlib.closing(open_reader(*readers_beside()[1])) as lookups:
             read_time_s(lookups, path, 0, PAGE_NBYTES, memory)
             request_s = row_request_s(lookups, path, nbytes, memory)

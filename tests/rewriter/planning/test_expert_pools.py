@@ -17,6 +17,7 @@ from forebay.rewriter.planning.expert_pools import pool_buffers
 from forebay.rewriter.planning.model_needs import ModelNeeds, PhaseNeed, WeightUse
 from forebay.rewriter.planning.options import Options
 from forebay.rewriter.planning.planner import make_plan, refuse_forced, smallest_budget
+from forebay.rewriter.planning.step_streams import ChunkRoom, StepStreams, kinds_of
 from forebay.rewriter.predict.closed_form import Rates
 from tests.rewriter.planning.test_planner import assert_sound, rates
 
@@ -171,3 +172,19 @@ def test_slots_for_experts_that_a_model_does_not_have_are_refused() -> None:
     least, _ = smallest_budget(dense, Workload(3, 16, 100), Options())
     with pytest.raises(PlanError, match="expert_slots=4: the model has no experts"):
         refuse_forced(dense, Budget(least), Workload(3, 16, 100), Options(expert_slots=4))
+
+
+def test_slices_of_a_table_count_where_steps_read_it_whole() -> None:
+    """Beyond one for each copy, as parts of a copy; steps that read experts by name issue no such copies."""
+    dense, table = mixture().uses
+    work, found = Workload(1, 4, 4), {}
+    for slices in (1, 16):
+        needs = mixture(uses=[dense, replace(table, slices=slices)], rates=Rates(slice_share=0.25))
+        kinds = kinds_of(needs, work)
+        fit = ChunkRoom(4, 0, 3, 1 << 18)  # four experts a copy
+        streams = StepStreams(needs.rates, kinds, 1, kinds.products_nbytes, 0, fit)
+        found[slices] = streams.moved(4)[1], streams.moved(1)[1]
+        named = replace(streams, nbytes=dense.nbytes, fit=replace(fit, pool_slots=3))
+        assert named.moved(1)[1] == pytest.approx(dense.nbytes / kinds.products_nbytes * kinds.tiles(1 << 18))
+        assert streams.step_time_s(4) > 0
+    assert found[1] == (3.0, 3.0) and found[16] == pytest.approx((3 + 0.25 * 14, 3 + 0.25 * 14))

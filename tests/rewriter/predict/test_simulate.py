@@ -10,9 +10,10 @@ import pytest
 from tiny import chain, lowered, placements, plan_for, planned
 
 from forebay.rewriter.ir.plan import Budget
-from forebay.rewriter.ir.program import COMPUTE, DISK, Program
+from forebay.rewriter.ir.program import COMPUTE, DISK, Band, Copy, FileSlice, Program, Span
 from forebay.rewriter.machine.profile import CPU_COPY_ISSUE_S, Link, Machine, Tier
-from forebay.rewriter.predict.simulate import CORES, simulate
+from forebay.rewriter.predict.estimator import MachineEstimator
+from forebay.rewriter.predict.simulate import CORES, item_cost, simulate
 
 
 def machine(disk_bytes_per_s: float, dispatch_s: float = 1e-3) -> Machine:
@@ -98,3 +99,22 @@ def test_the_plan_carries_the_prediction_of_its_own_program(tmp_path: Path) -> N
     assert plan.prediction.busy_time_s == line.busy_time_s
     assert plan.prediction.streamed_nbytes == program.streamed_nbytes() == plan.nbytes_on("disk")
     assert plan.prediction.peak_nbytes["device"] == plan.arenas["device"] + program.workspace_nbytes() <= 30_000
+
+
+def test_a_copy_takes_its_thread_longer_by_each_slice_that_it_reads() -> None:
+    """Experts lie apart in their files; those that meet come in one read. A GPU's copies have threads of their own."""
+    page, apart = 4096, 1 << 20
+
+    def table(*places: int) -> FileSlice:
+        return FileSlice("w", 0, page * len(places), tuple(Band(at, 1, page, ((0, page),)) for at in places))
+
+    ten, meeting = table(*range(0, 10 * apart, apart)), table(0, page, 2 * page, apart)
+    assert (ten.slices, meeting.slices, FileSlice("w", 0, page).slices) == (10, 2, 1)
+    rows = FileSlice("w", 0, 6 * page, (Band(0, 3, apart, ((0, page),)), Band(4 * apart, 3, 2 * page, ((0, page),))))
+    assert rows.slices == 4, "rows with little between them are read together"
+    machine = replace(Machine.default(), slice_issue_s=3e-5)
+    for slices, source in ((10, ten), (2, meeting)):
+        copy = Copy(DISK, source, Span("device", 0, source.nbytes, "slot0:0"), "fetch")
+        for each, extra in ((machine, 3e-5 * (slices - 1)), (replace(machine, device_kind="NVIDIA H200"), 0.0)):
+            times = MachineEstimator(each)
+            assert item_cost(copy, times).issue_s == pytest.approx(times.copy_issue_s + extra)

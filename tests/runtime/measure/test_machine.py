@@ -100,13 +100,14 @@ def test_what_is_measured_is_judged(
         monkeypatch.setattr(module, name, lambda *_, name=name: timed.append(name) or ())
     monkeypatch.setattr(measure.Neighbours, "share", lambda _: share)
     read, write = (measured[0].link(*ends) for ends in (("disk", "host"), ("host", "disk")))
-    found = (read, write, (measured[0].contention, 0.25), (), 4e-5, 7e-5)
+    found = (read, write, (measured[0].contention, 0.25), (), 4e-5, (7e-5, 2e-5))
     monkeypatch.setattr(measure, "_disk_links", lambda *_: found)
     monkeypatch.setattr(measure, "believable", lambda machine: judged.append(machine) or guess)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert measure_machine(tmp_path, quick=True) is guess
     assert judged[0].links == (read, write) and judged[0].others_share == share
     assert judged[0].reads_core_share == 0.25 and judged[0].copy_issue_s == 7e-5
+    assert judged[0].slice_issue_s == 2e-5
     assert timed == ["links", "gemm_points", "attention_points"]
 
 
@@ -125,11 +126,11 @@ def test_rows_are_timed_by_the_reader_that_looks_them_up(tmp_path: Path, monkeyp
     open_reader = measure.open_reader
     for name, value in (
         ("disk_trials", [measure.DiskTrial("direct", 2, 4 << 20, 1e9, 0.1)]), ("steady_link", (1e9, 1e-4, 1.0)),
-        ("copy_issue_s", 2e-4), ("measure_contention", (None, 0.5)), ("measure_writes", (link, ())),
+        ("issue_times_s", (2e-4, 3e-5)), ("measure_contention", (None, 0.5)), ("measure_writes", (link, ())),
         ("_fill", None), ("read_time_s", 0.0), ("landing_memory", None)):
         monkeypatch.setattr(measure, name, lambda *_, value=value: value)
     monkeypatch.setattr(measure, "open_reader", lambda *how: opened.append(how) or open_reader(*how))
     monkeypatch.setattr(measure, "row_request_s", lambda *_: opened.append("rows") or 3e-5)
     *_, request_s, issue_s = measure._disk_links(tmp_path, CPU, True, lambda *_: None)
-    assert (request_s, issue_s) == (3e-5, 2e-4)
+    assert (request_s, issue_s) == (3e-5, (2e-4, 3e-5))
     assert opened == [("direct", 2, 4 << 20), readers_beside()[1], "rows"]

@@ -269,7 +269,7 @@ def test_the_profile_of_a_gpu_holds_what_was_measured_on_it(
         (torch.cuda, "synchronize", None), (torch.cuda, "empty_cache", None),
         (torch.cuda, "mem_get_info", (1 << 37, 1 << 38)),
         (measure, "_disk_links", (Link("disk", "host", 2e9, 1e-4, "direct"), Link("host", "disk", 1e9, 1e-4, "write"),
-                                  (Contention(), 0.0), (BothWays(1 << 20, 2.0, 1.5),), 3e-5, 0.0)),
+                                  (Contention(), 0.0), (BothWays(1 << 20, 2.0, 1.5),), 3e-5, (0.0, 0.0))),
         (measure_cuda, "links", [Link("host", "device", 5e10, 1e-5, "pinned")]),
         (measure_cuda, "copy_bytes_per_s", 2e12), (measure_cuda, "read_bytes_per_s", 4e12),
         (measure_cuda, "gemm_points", (point,)), (measure_cuda, "attention_bytes_per_s", 3e12),
