@@ -1,4 +1,4 @@
-"""Blocks of PTX as kernels write them inline, evaluated for tests: mov, lop3, prmt, cvt and packed fma."""
+"""Blocks of PTX as kernels write them inline, evaluated for tests: mov, and, shr, lop3, prmt, cvt and fma."""
 
 from __future__ import annotations
 
@@ -8,10 +8,18 @@ from torch import Tensor
 
 def execute(ptx: str, inputs: list[Tensor], dtype: torch.dtype) -> Tensor:
     """The 32-bit words [P] that a block leaves in $0, for words [P] as int64, or for cvt fp32; dtype is that of fma."""
-    held: dict[str, Tensor] = {f"${i + 1}": value for i, value in enumerate(inputs)}
+    return execute_all(ptx, {f"${i + 1}": value for i, value in enumerate(inputs)}, dtype)["$0"]
+
+
+def execute_all(ptx: str, inputs: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """All that a block leaves, by name, for inputs by name."""
+    held, shape = dict(inputs), next(iter(inputs.values())).shape
 
     def value(name: str) -> Tensor:
-        return held[name] if name in held else torch.tensor(int(name, 16)).expand_as(inputs[0])
+        return held[name] if name in held else torch.tensor(int(name, 16)).expand(shape)
+
+    def number(name: str) -> Tensor:
+        return held[name] if held[name].is_floating_point() else held[name].to(torch.int32).view(torch.float32)
 
     def halves(name: str) -> Tensor:
         return pair_of(held[name], dtype)
@@ -29,15 +37,23 @@ def execute(ptx: str, inputs: list[Tensor], dtype: torch.dtype) -> Tensor:
             signs = [(order >> 4 * i) & 8 for i in range(4)]
             chosen = [torch.where(s != 0, (x >> 7) * 0xFF, x) for s, x in zip(signs, chosen, strict=True)]
             held[names[0]] = chosen[0] | chosen[1] << 8 | chosen[2] << 16 | chosen[3] << 24
-        elif name == "cvt.rn.bf16x2.f32":  # the first goes to the high half
-            high, low = (held[n].bfloat16().view(torch.uint16).long() for n in names[1:])
+        elif name == "and.b32":
+            held[names[0]] = value(names[1]) & value(names[2])
+        elif name == "shr.b32":
+            held[names[0]] = value(names[1]) >> value(names[2])
+        elif name in ("cvt.rn.bf16x2.f32", "cvt.rn.f16x2.f32"):  # the first goes to the high half
+            kept = torch.bfloat16 if "bf16" in name else torch.float16
+            high, low = (held[n].to(kept).view(torch.uint16).long() for n in names[1:])
             held[names[0]] = low | (high << 16)
+        elif name == "fma.rn.f32":
+            a, b, c = (number(n).double() for n in names[1:])
+            held[names[0]] = (a * b + c).float()
         elif name.startswith("fma.rn."):
             words = (halves(names[1]) * halves(names[2]) + halves(names[3])).to(dtype).view(torch.uint16).long()
             held[names[0]] = words[..., 0] | (words[..., 1] << 16)
         else:
             assert not name or name == ".reg", statement
-    return held["$0"]
+    return held
 
 
 def _lop3(inputs: list[Tensor], table: int) -> Tensor:

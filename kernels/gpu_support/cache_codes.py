@@ -277,3 +277,53 @@ def values_of_codes(
         first, second = tl.join(tl.join(a, b), tl.join(c, d)), tl.join(tl.join(e, f), tl.join(g, h))
         v = tl.permute(tl.join(first, second), (0, 1, 5, 4, 3, 2))
     return tl.reshape(v, (B, T, W * (32 // BITS)))
+
+
+def _four_bytes(bits: int, dtype: str) -> tl.constexpr:
+    """PTX for a word of four bytes of codes: each code comes as fp32 over 32768, whose mantissa has it in bits 8 to 15,
+    is multiplied and added to in fp32 and rounded. Words $0, $1 of two values each, or of 4 bits $0 to $3."""
+    words = 2 if bits == 8 else 4
+    code, scale, low = words, words + 1, words + 5
+    lines = [".reg .b32 l, h, a, b;", f"mov.b32 l, ${code};"]
+    if bits == 4:
+        lines += ["shr.b32 h, l, 0x4; and.b32 h, h, 0x0F0F0F0F; and.b32 l, l, 0x0F0F0F0F;"]
+    for word in range(words):
+        first, second = (2 * word, 2 * word + 1) if bits == 8 else (word, word)
+        for name, source, byte in (("a", "l", first), ("b", "l" if bits == 8 else "h", second)):
+            lines += [f"prmt.b32 {name}, {source}, 0x47000000, {0x7604 | byte << 4:#x};",
+                      f"fma.rn.f32 {name}, {name}, ${scale + byte}, ${low + byte};"]  # fmt: skip
+        lines += [f"cvt.rn.{dtype}x2.f32 ${word}, b, a;"]
+    return tl.constexpr(f"{{ {' '.join(lines)} }}")
+
+
+BYTES_BF16, BYTES_FP16 = _four_bytes(8, "bf16"), _four_bytes(8, "f16")
+NIBBLES_BF16, NIBBLES_FP16 = _four_bytes(4, "bf16"), _four_bytes(4, "f16")
+
+
+@triton.jit
+def values_of_bytes(code, scale, low, dtype: tl.constexpr, BITS: tl.constexpr):
+    """[T, W * 8 / BITS] of dtype, code * scale + low, of bytes of codes [T, W], and scales and lows of each byte."""
+    T: tl.constexpr = code.shape[0]
+    low -= 32768.0 * scale
+    if BITS == 8:
+        x = tl.inline_asm_elementwise(
+            BYTES_BF16 if dtype.is_bf16() else BYTES_FP16, "=r,=r,r,f,f,f,f,f,f,f,f", [code, scale, low],
+            dtype=tl.uint16, is_pure=True, pack=4,
+        ).to(dtype, bitcast=True)  # fmt: skip
+    else:
+        pair = tl.inline_asm_elementwise(
+            NIBBLES_BF16 if dtype.is_bf16() else NIBBLES_FP16, "=r,=r,=r,=r,r,f,f,f,f,f,f,f,f", [code, scale, low],
+            dtype=tl.uint32, is_pure=True, pack=4,
+        )  # fmt: skip
+        first = (pair & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True)
+        second = (pair >> 16).to(tl.uint16).to(dtype, bitcast=True)
+        x = tl.reshape(tl.join(first, second), (T, 2 * code.shape[1]))
+    return x
+
+
+@triton.jit
+def per_lane(x, LANES: tl.constexpr):
+    """x [T, groups] for each of LANES lanes, [T, LANES]."""
+    T: tl.constexpr = x.shape[0]
+    G: tl.constexpr = x.shape[1]
+    return tl.reshape(tl.broadcast_to(x[:, :, None], (T, G, LANES // G)), (T, LANES))

@@ -3,7 +3,8 @@
 A tile is [T, DP]: T positions, and DP lanes of one head. A row of D values in groups of G is spread over lanes so that
 each group begins at a multiple of GP, the power of two at or above G; lanes without a value hold anything finite or
 what poisons the row anyway, and must meet zeros. Native values are one group of D. Packed rows (`kv_append_q`) are
-rotated; `rotation` has what rotates queries and results.
+rotated; `rotation` has what rotates queries and results. Device functions that take codes as they are, without tiles
+of values, are in `cache_codes`.
 """
 
 from __future__ import annotations
@@ -11,12 +12,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from forebay.kernels.attention.decode_attention.decode_shares import MOST_DIM, TYPICAL_LANES, lane_count, lane_width
+from forebay.kernels.attention.decode_attention.decode_shares import TYPICAL_LANES, lane_count, lane_width, most_dim
 from forebay.kernels.gpu_support.arguments import fail
 from forebay.kernels.products.linear.selection import AMD
 
@@ -234,8 +234,8 @@ def same_rows(view: CacheView) -> bool:
 
 
 def check_head_dim(op: str, q: Tensor) -> None:
-    """The kernels have registers for q's rows: for 256 values in fp32."""
-    most = TYPICAL_LANES if q.dtype == torch.float32 else MOST_DIM
+    """The kernels have registers for q's rows."""
+    most = most_dim(q.dtype.itemsize)
     if not 1 <= q.shape[-1] <= most:
         fail(op, "q", f"must have a head_dim of 1 .. {most} in {q.dtype}, got {q.shape[-1]}")
 

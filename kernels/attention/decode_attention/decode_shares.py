@@ -58,7 +58,8 @@ def product(
     if bits and itemsize == 2 and not amd and group * bits % 32 == 0 and 256 <= lanes * bits <= 1024 and rows <= 64:
         return DecodeProduct(rows, max(8, heads) if groups == 1 else rows // groups, True)
     if bits and head_dim > TYPICAL_LANES:  # more rows of scores would spill
-        rows = 16 if heads <= 16 or amd else 32
+        many = hopper and not amd and head_dim <= 576
+        rows = 64 if many else 16 if heads <= 16 or amd else 32
         return DecodeProduct(rows, rows, False)
     # Before Hopper a product's factor is in registers: 64 rows of more than 256 values would spill.
     rows = min(64 if (hopper and not amd) or head_dim <= TYPICAL_LANES else 32, max(16, heads))
@@ -79,6 +80,11 @@ def tile(lanes: int, itemsize: int, bits: int, folded: bool) -> DecodeTile:
         return DEQUANTISED
     sizes = ((128, "narrow"), (256, "typical"), (512, "wide"))
     return TILES[next((name for most, name in sizes if row_nbytes <= most), "widest")]
+
+
+def most_dim(itemsize: int) -> int:
+    """Values of the widest rows that the kernels attend to for queries of itemsize bytes: what their registers hold."""
+    return TYPICAL_LANES if itemsize == 4 else MOST_DIM
 
 
 def lane_count(head_dim: int, group: int) -> int:

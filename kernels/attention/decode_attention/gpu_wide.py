@@ -1,7 +1,9 @@
 """Decode attention over packed rows of more than 256 values, as those of latents, in Triton.
 
 A row is taken in chunks of about 64 values, each of whole groups: a whole row and its results would not fit in
-registers. Queries are rotated once by each program; the kernel that merges shares rotates results back.
+registers. Queries are rotated once by each program; the kernel that merges shares rotates results back. On Hopper a
+program takes 64 rows of scores, padded or not: its products then take rows and queries from shared memory, where a row
+is unpacked once, and leave the registers to the results.
 """
 
 from __future__ import annotations
@@ -11,8 +13,11 @@ import triton.language as tl
 from torch import Tensor
 
 from forebay.kernels.attention.decode_attention.decode_shares import DecodeProduct, DecodeTile
+from forebay.kernels.attention.decode_attention.gpu_codes import is_seen
 from forebay.kernels.attention.scoring import Scoring
+from forebay.kernels.gpu_support.cache_codes import per_lane, values_of_bytes
 from forebay.kernels.gpu_support.cache_tiles import (  # fmt: skip
+    INTERPRETED,
     AttendedCache,
     capped,
     dot,
@@ -22,6 +27,7 @@ from forebay.kernels.gpu_support.cache_tiles import (  # fmt: skip
     round_to,
     same_rows,
     score_factors,
+    unpack_ending,
 )
 from forebay.kernels.gpu_support.launches import KernelCall, kernel_call
 from forebay.kernels.gpu_support.rotation import rotated
@@ -29,7 +35,7 @@ from forebay.kernels.products.linear.selection import AMD
 
 CHUNK = tl.constexpr(64)  # lanes
 # By rows of scores: more positions would spill.
-TILES = {16: DecodeTile(64, 8, 2), 32: DecodeTile(32, 8, 2)}
+TILES = {16: DecodeTile(64, 8, 2), 32: DecodeTile(32, 8, 2), 64: DecodeTile(64, 8, 2)}
 AMD_TILE = DecodeTile(32, 4, 2)
 
 
@@ -48,12 +54,31 @@ def rotate_queries(row, place, used, D: tl.constexpr, POWER: tl.constexpr):
 @triton.jit
 def load_chunk(
     ptr, t, seen, stride_row, dtype: tl.constexpr, BITS: tl.constexpr, D: tl.constexpr, G: tl.constexpr,
-    GP: tl.constexpr, EACH: tl.constexpr, LANES: tl.constexpr, INDEX: tl.constexpr,
+    GP: tl.constexpr, EACH: tl.constexpr, LANES: tl.constexpr, INDEX: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """[T, LANES] of dtype: chunk INDEX, of EACH values, of rows of D."""
-    REST: tl.constexpr = D - INDEX * EACH
+    BEFORE: tl.constexpr = INDEX * EACH
+    REST: tl.constexpr = D - BEFORE
     HELD: tl.constexpr = EACH if EACH < REST else REST
-    return load_tile(ptr, t, seen, stride_row, dtype, BITS, HELD, LANES, G, GP, INDEX * EACH, REST - HELD)
+    if PTX:
+        GROUPS: tl.constexpr = (HELD + G - 1) // G
+        ALL: tl.constexpr = (D + G - 1) // G
+        PER_BYTE: tl.constexpr = 8 // BITS
+        W: tl.constexpr = LANES // PER_BYTE
+        row = ptr + (t.to(tl.int64) * stride_row)[:, None]
+        group = tl.arange(0, LANES // GP)[None, :]
+        held = seen[:, None] & (group < GROUPS)
+        words = row.to(tl.pointer_type(tl.int32))
+        scale, low = unpack_ending(words, group + BEFORE // G, held, ALL * G * BITS // 16, ALL)
+        at, valid = lane_values(GROUPS * G // PER_BYTE, W, G // PER_BYTE, GP // PER_BYTE)
+        mask = seen[:, None]
+        if LANES != GROUPS * G:
+            mask = mask & valid[None, :]
+        code = tl.load(row + at[None, :] + BEFORE // PER_BYTE, mask=mask, other=0)
+        x = values_of_bytes(code, per_lane(scale, W), per_lane(low, W), dtype, BITS)
+    else:
+        x = load_tile(ptr, t, seen, stride_row, dtype, BITS, HELD, LANES, G, GP, BEFORE, REST - HELD)
+    return x
 
 
 @triton.jit
@@ -61,7 +86,7 @@ def wide_attention_kernel(
     q_ptr, k_ptr, v_ptr, start_ptr, part_ptr, stat_ptr, qb, qh, kb, kh, kr, vb, vh, vr,
     kv_heads, group_heads, splits, window, scale_log2, softcap,
     CAPPED: tl.constexpr, BITS: tl.constexpr, UNIT: tl.constexpr, POWER: tl.constexpr, SAME: tl.constexpr,
-    M: tl.constexpr, T: tl.constexpr, D: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
+    M: tl.constexpr, T: tl.constexpr, D: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Program (share, sequence and KV head, M of its query heads); strides of k and v are multiples of UNIT.
 
@@ -77,7 +102,7 @@ def wide_attention_kernel(
     member = tl.program_id(2) * M + tl.arange(0, M)
     present = member < group_heads
     head = kv_head * group_heads + member
-    share = ((b * kv_heads * group_heads + head) * splits + split).to(tl.int64)
+    share = ((tl.program_id(1) * group_heads + member) * splits + split).to(tl.int64)
     kb, kh, kr = kb // UNIT * UNIT, kh // UNIT * UNIT, kr // UNIT * UNIT
     vb, vh, vr = vb // UNIT * UNIT, vh // UNIT * UNIT, vr // UNIT * UNIT
     length = (tl.load(start_ptr + b) + 1).to(tl.int32)
@@ -106,13 +131,14 @@ def wide_attention_kernel(
     k_ptr += b.to(tl.int64) * kb + kv_head.to(tl.int64) * kh
     v_ptr += b.to(tl.int64) * vb + kv_head.to(tl.int64) * vh
     inside = tl.arange(0, T)
-    for t0 in range(begin, end, T):
+    # Made before the loop, descriptors of the products' factors would take 100 registers.
+    for t0 in tl.range(begin, end, T, disable_licm=True):
         t = t0 + inside
-        seen = (t >= oldest) & (t < end)
+        seen = is_seen(t, oldest, end)
         s = tl.zeros((M, T), tl.float32)
         rows = ()
         for i in tl.static_range(CHUNKS):
-            k = load_chunk(k_ptr, t, seen, kr, dtype, BITS, D, G, GP, EACH, LANES, i)
+            k = load_chunk(k_ptr, t, seen, kr, dtype, BITS, D, G, GP, EACH, LANES, i, PTX)
             rows += (k,)  # type: ignore[assignment]
             s = dot(q[i], tl.trans(k), s)
         s = capped(s * scale_log2, softcap, CAPPED)
@@ -125,7 +151,7 @@ def wide_attention_kernel(
         weights = round_to(p, dtype)
         sums = ()
         for i in tl.static_range(CHUNKS):
-            v = rows[i] if SAME else load_chunk(v_ptr, t, seen, vr, dtype, BITS, D, G, GP, EACH, LANES, i)
+            v = rows[i] if SAME else load_chunk(v_ptr, t, seen, vr, dtype, BITS, D, G, GP, EACH, LANES, i, PTX)
             sums += (dot(weights, v, acc[i] * shrink[:, None]),)  # type: ignore[assignment]
         acc = sums
         top = higher
@@ -154,5 +180,6 @@ def wide_call(
         splits, scoring.window, scale_log2, cap, CAPPED=scoring.softcap > 0, BITS=view.constants["BITS"],
         UNIT=view.unit, POWER=view.power, SAME=same_rows(view), M=product.rows, T=chosen.positions,
         D=view.constants["D"], G=view.constants["G"], GP=min(view.constants["GP"], triton.next_power_of_2(
-            view.constants["G"])), num_warps=chosen.num_warps, num_stages=chosen.num_stages,
+            view.constants["G"])), PTX=not INTERPRETED and not AMD, num_warps=chosen.num_warps,
+        num_stages=chosen.num_stages,
     )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -17,10 +18,10 @@ pytest.importorskip("triton")
 
 import triton.language as tl
 from filled_caches import LIMIT, decode, packed_cache, relative_error
-from ptx_blocks import evaluate, execute
+from ptx_blocks import evaluate, execute, execute_all, pair_of
 from triton.runtime.interpreter import TensorHandle
 
-from forebay.kernels.attention.decode_attention import decode_shares
+from forebay.kernels.attention.decode_attention import decode_shares, gpu_wide
 from forebay.kernels.attention.decode_attention import gpu as decode_attention
 from forebay.kernels.attention.scoring import HELD, SYNCHRONISED, SoftmaxRange
 from forebay.kernels.gpu_support import cache_codes
@@ -77,6 +78,32 @@ def test_halves_are_put_together() -> None:
     assert torch.equal(made, torch.stack((x.bfloat16(), y.bfloat16()), 1).double())
 
 
+def four_bytes(ptx: str, words: torch.Tensor, scale: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+    """The values [P, 4 or 8] of words [P] of codes, scales and lows of whose bytes are fp32 [P, 4]."""
+    count = 2 if "$10" in ptx and "$12" not in ptx else 4
+    names = [f"${count + i}" for i in range(9)]
+    inputs = dict(zip(names, (words, *scale.unbind(1), *low.unbind(1)), strict=True))
+    dtype = torch.bfloat16 if "bf16" in ptx else torch.float16
+    held = execute_all(ptx, inputs, dtype)
+    return torch.cat([pair_of(held[f"${i}"], dtype) for i in range(count)], 1)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("bits", (4, 8))
+def test_four_bytes_become_values_rounded_once(bits: int, dtype: torch.dtype) -> None:
+    """Taking 32768 * scale from low moves a value by a 512th of a step at most, which may pass the middle of two."""
+    words, kind = words_of(4), {torch.float16: "FP16", torch.bfloat16: "BF16"}[dtype]
+    block = getattr(cache_codes, f"{'NIBBLES' if bits == 4 else 'BYTES'}_{kind}").value
+    scale, low = (torch.rand(4096, 4).half() / 16).float(), torch.randn(4096, 4).half().float()
+    made = four_bytes(block, words, scale, low - 32768 * scale)
+    codes = (words[:, None] >> torch.arange(0, 32, bits)) & ((1 << bits) - 1)
+    step, least = (x.double().repeat_interleave(8 // bits, 1) for x in (scale, low))
+    exact = codes * step + least
+    assert ((made - exact).abs() <= (exact.abs() * torch.finfo(dtype).eps / 2 + step / 256)).all()
+    assert (made == exact.to(dtype).double()).float().mean() > 0.9, "most are rounded once"
+    assert codes.unique().numel() == 1 << bits
+
+
 @pytest.fixture
 def with_ptx(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The interpreter evaluates inline PTX and takes the kernels' path with it; the blocks that it met."""
@@ -87,6 +114,12 @@ def with_ptx(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         met.append(ptx)
         args = [a if a.shape == args[0].shape else tl.broadcast_to(a, args[0].shape) for a in args]
         data = [np.ascontiguousarray(a.handle.data) for a in args]
+        if pack == 4:
+            words = torch.from_numpy(data[0].reshape(-1, 4).astype(np.int64)) << torch.arange(0, 32, 8)
+            values = four_bytes(ptx, words.sum(1), *(torch.from_numpy(d.reshape(-1, 4)) for d in data[1:]))
+            kept = values.to(torch.bfloat16 if "bf16" in ptx else torch.float16).view(torch.uint16).numpy()
+            found = kept.reshape(data[0].shape) if dtype == tl.uint16 else kept.view(np.uint32).reshape(data[0].shape)
+            return tl.tensor(TensorHandle(found, dtype), tl.block_type(dtype, list(data[0].shape)))
         fp32 = data[0].dtype == np.float32
         inputs = [
             torch.from_numpy(d.reshape(-1) if fp32 else d.reshape(-1).astype(np.int64) & 0xFFFFFFFF) for d in data
@@ -98,6 +131,7 @@ def with_ptx(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(tl, "inline_asm_elementwise", inline)
     monkeypatch.setattr(decode_attention, "INTERPRETED", False)
+    monkeypatch.setattr(gpu_wide, "INTERPRETED", False)
     return met
 
 
@@ -119,6 +153,18 @@ def test_packed_rows_as_compiled(with_ptx: list[str], dtype: torch.dtype, heads:
         found = decode(cache, q, scores, window, softcap, splits=2)
         assert relative_error(found, cache.expected(q, window, softcap)) <= LIMIT[dtype]
     assert with_ptx
+
+
+@pytest.mark.parametrize(("bits", "dim", "dtype"), [(8, 576, torch.bfloat16), (4, 576, torch.float16),
+                                                    (8, 288, torch.float16), (4, 320, torch.bfloat16)])
+def test_rows_of_latents_as_compiled(with_ptx: list[str], bits: int, dim: int, dtype: torch.dtype) -> None:
+    """More heads than a program takes, in groups of 64, 32, 60 and 32 values."""
+    cache = packed_cache((70, 5), 1, dim, bits)
+    cache = replace(cache, v=cache.k)
+    q = cache.queries(67, dtype)
+    found = decode(cache, q, SYNCHRONISED, 0, 0.0, splits=2)
+    assert relative_error(found, cache.expected(q)) <= LIMIT[dtype]
+    assert all("cvt.rn" in block for block in with_ptx) and with_ptx
 
 
 def test_rows_that_no_words_hold_are_dequantized_first() -> None:

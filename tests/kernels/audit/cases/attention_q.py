@@ -49,11 +49,11 @@ def _case(
 
 
 def _wide_case(
-    name: str, bits: int, dtype: str, shape: HeadShape, view: CacheView, row_nbytes: int, amd: bool
+    name: str, bits: int, dtype: str, shape: HeadShape, view: CacheView, row_nbytes: int, amd: bool, hopper: bool
 ) -> AuditCase:
     """One sequence of 16384 positions of latent rows."""
     length, (heads, kv_heads, dim) = 16384, shape
-    chosen = product(dim, view.constants["G"], bits, 2, heads // kv_heads, amd)
+    chosen = product(dim, view.constants["G"], bits, 2, heads // kv_heads, amd, hopper)
     sizes = DecodeShape(kv_heads, length, row_nbytes, heads // kv_heads, dim, view.constants["DP"], 2, bits)
     tile, minimum = wide_tile(chosen.rows, amd), length * row_nbytes + 4 * heads * dim
     signature = {"q_ptr": f"*{dtype}", "k_ptr": "*u8", "v_ptr": "*u8", "start_ptr": "*i64"}
@@ -62,9 +62,9 @@ def _wide_case(
     signature |= dict.fromkeys((*strides, "kv_heads", "group_heads", "splits", "window"), "i32")
     signature |= dict.fromkeys(("scale_log2", "softcap"), "fp32")
     constants = {name: view.constants[name] for name in ("BITS", "D", "G", "GP")}
-    constants |= {"CAPPED": False, "UNIT": view.unit, "POWER": view.power, "SAME": True}
+    constants |= {"CAPPED": False, "UNIT": view.unit, "POWER": view.power, "SAME": True, "PTX": not amd}
     return AuditCase(
-        name=f"{name}/{dim}x{heads}/{kv_heads}-{dtype}{'/amd' if amd else ''}",
+        name=f"{name}/{dim}x{heads}/{kv_heads}-{dtype}{'/amd' if amd else '' if hopper else '/ampere'}",
         fn=wide_attention_kernel,
         signature=signature,
         constants=constants | {"M": chosen.rows, "T": tile.positions},
@@ -76,7 +76,7 @@ def _wide_case(
         minimum_bytes=minimum,
         most_moved=8.0,  # what shares write stays in the L2
         turn_nbytes=tile.positions * row_nbytes,
-        archs=("gfx942",) if amd else ("sm_80", "sm_90"),
+        archs=("gfx942",) if amd else ("sm_90",) if hopper else ("sm_80",),
     )
 
 
@@ -100,8 +100,9 @@ def audit_cases() -> list[AuditCase]:
         _case("decode", 8, "fp16", HEADS_OF_80, amd=True, in_suite=False),
     ]
     cases += [
-        _case("latents", bits, "bf16", shape, amd=amd, in_suite=not amd)
-        for bits in (8, 4) for shape in (DEEPSEEK_V3, DEEPSEEK_V2_LITE) for amd in (False, True)
+        _case("latents", bits, "bf16", shape, amd=amd, hopper=hopper, in_suite=not amd)
+        for bits in (8, 4) for shape in (DEEPSEEK_V3, DEEPSEEK_V2_LITE)
+        for hopper, amd in ((True, False), (False, False), (True, True))
     ]
     for ampere in (False, True):
         cases += [
