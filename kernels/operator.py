@@ -91,7 +91,7 @@ class Operator:
 
     `bind` makes a use on torch's tensors a call without arguments, by device ("cpu", "cuda"; this imports Triton);
     without an entry the operator does not run there as a launch. `workspace` gives transient bytes beside operands and
-    results, by device, and
+    results, by device, `refusal` why its kernels there do not take a use ("": they do), and
     `allocator_transient_nbytes` how many of those torch's own operators take and give back on a GPU. `overwrites` names
     arguments whose every element is read just before the element of the result that may take its place. `caches`
     names the arguments that are K and V. `score_ranges`: its
@@ -111,6 +111,7 @@ class Operator:
     cost: Callable[[Use], Cost]
     bind: Mapping[str, Callable[[Use], Call]] = field(default_factory=dict)
     workspace: Mapping[str, Callable[[Use], int]] = field(default_factory=dict)
+    refusal: Mapping[str, Callable[[Use], str]] = field(default_factory=dict)
     allocator_transient_nbytes: Callable[[Use], int] = lambda _: 0
     takes: Callable[..., bool] = lambda *_: True
     takes_rotary: Callable[[Use], bool] = lambda _: False

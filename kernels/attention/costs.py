@@ -46,6 +46,15 @@ def gpu_workspace_nbytes(use: Use, bits: int = 0, group: int = 0) -> int:
         batch, heads, k.shape[1], k.shape[2], width, itemsize, processors, bits, group)
 
 
+def gpu_refusal(use: Use) -> str:
+    """Return why no kernel of a GPU attends to rows of this width; "" where one does."""
+    width, dtype = use.args[0].shape[3], dtype_of(use.args[0])
+    most, wider = decode_shares.most_dim(dtype.itemsize), width <= decode_shares.most_dim(2)
+    return "" if width <= most else (
+        f"cache: a GPU attends to rows of at most {most} values in {str(dtype)[6:]}, in any format; this model's rows "
+        f"have {width}. " + ("Take bfloat16: `forebay quantize --dtype bfloat16`" if wider else "Hide the GPU"))
+
+
 def unpacked_nbytes(q: Any, cache: Any) -> int:
     """Bytes of the values of packed rows, to a multiple of 16: those of `cache` [B, Hkv, L, R], in q's dtype."""
     return -(-math.prod(cache.shape[:3]) * q.shape[3] * dtype_of(q).itemsize // 16) * 16

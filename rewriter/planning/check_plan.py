@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from forebay.kernels.formats.table import packed_caches
@@ -11,6 +11,7 @@ from forebay.rewriter.ir.alignment import ALIGNMENT, PAGE_NBYTES
 from forebay.rewriter.ir.byte_sizes import format_nbytes
 from forebay.rewriter.ir.plan import ARENAS, MOVING, Budget, BufferPlacement, Plan, PlanError, Prediction, Workload
 from forebay.rewriter.ir.products import Shape
+from forebay.rewriter.ir.program import Launch
 from forebay.rewriter.ir.schedule.routed_fetch import POOL, pool_room
 from forebay.rewriter.planning.arena_layout import slot_stride
 from forebay.rewriter.planning.expert_pools import expert_buffers, is_table
@@ -59,6 +60,15 @@ def refuse_cache(name: str, kind: DeviceKind) -> None:
     for operator in () if packed is None or not kind.runs else map(find, (packed.append, packed.attend)):
         if operator is not None and kind.kernels not in operator.bind:
             raise PlanError(f"cache: {name} has no kernel for a {kind.title} ({operator.name}); take another format")
+
+
+def refuse_launches(launches: Iterable[Launch], kind: DeviceKind) -> None:
+    """Raise PlanError where a device that runs Programs has no kernel for one of them."""
+    for launch in launches if kind.runs else ():
+        operator = find(launch.op)
+        refusal = None if operator is None else operator.refusal.get(kind.kernels)
+        if refusal is not None and (reason := refusal(launch)):
+            raise PlanError(reason)
 
 
 def require_within(plan: Plan, budget: Budget) -> None:

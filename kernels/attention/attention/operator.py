@@ -17,7 +17,7 @@ from torch import Tensor
 from forebay.kernels.attention.attention import cpu
 from forebay.kernels.attention.attention.onnx import attention as attention_onnx
 from forebay.kernels.attention.attention.reference import check, check_heads, reference
-from forebay.kernels.attention.costs import attention_cost, cpu_shape, gpu_workspace_nbytes
+from forebay.kernels.attention.costs import attention_cost, cpu_shape, gpu_refusal, gpu_workspace_nbytes
 from forebay.kernels.attention.scoring import HELD, AttentionExtras, Scoring, SoftmaxRange
 from forebay.kernels.define import define_operator
 from forebay.kernels.operator import Call, Use
@@ -77,6 +77,7 @@ ATTENTION = define_operator(
     cost=attention_cost,
     bind={"cpu": _bind_cpu, "cuda": _bind_cuda},
     workspace={"cpu": _workspace, "cuda": gpu_workspace_nbytes},
+    refusal={"cuda": gpu_refusal},
     layouts={"start": "dense", "sinks": "dense", "until": "dense"},
     caches=("k", "v"),
     score_ranges=HELD,

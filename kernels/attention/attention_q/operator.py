@@ -14,7 +14,7 @@ from torch import Tensor
 
 from forebay.kernels.attention.attention_q import cpu
 from forebay.kernels.attention.attention_q.reference import check, reference
-from forebay.kernels.attention.costs import attention_cost, cpu_shape, gpu_workspace_nbytes
+from forebay.kernels.attention.costs import attention_cost, cpu_shape, gpu_refusal, gpu_workspace_nbytes
 from forebay.kernels.attention.scoring import HELD, Scoring, SoftmaxRange
 from forebay.kernels.define import define_operator
 from forebay.kernels.operator import Call, Use
@@ -54,6 +54,7 @@ ATTENTION_Q = define_operator(
         "cpu": lambda use: cpu.workspace_nbytes(*cpu_shape(use)),
         "cuda": lambda use: gpu_workspace_nbytes(use, *use.args[7:9]),
     },
+    refusal={"cuda": gpu_refusal},
     layouts={"k_cache": "columns", "v_cache": "columns", "start": "dense"},
     caches=("k_cache", "v_cache"),
     score_ranges=HELD,

@@ -5,16 +5,22 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from tiny import tiny
 
+from forebay.kernels.formats import row_sizes
 from forebay.language_model import LanguageModel
 from forebay.open_model import open_model
-from forebay.rewriter.ir.plan import Budget, PlanError, Prediction, Workload, plan_from_dict
+from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Prediction, Workload, plan_from_dict
 from forebay.rewriter.machine.profile import Machine
+from forebay.rewriter.pipeline.step_pipeline import Pipeline
 from forebay.rewriter.planning.check_plan import check_prediction
 from forebay.rewriter.planning.options import Options
+from forebay.rewriter.switches import Switches
 
 Opened = Callable[[dict[str, Any] | None], LanguageModel]
 
@@ -122,3 +128,32 @@ def test_a_prediction_has_a_time_for_each_kind_of_step_and_the_programs_own(fiel
     with pytest.raises(PlanError, match=rf"prediction\.{field}\[1\]"):
         check_prediction(replace(found, **{field: (getattr(found, field)[0], 9.0)}), found, same_machine=True)
     check_prediction(replace(found, **{field: ()}), found, same_machine=False)
+
+
+@pytest.mark.parametrize(("kind", "dtype", "width", "advice"), [
+    ("NVIDIA H200", torch.float32, 256, ""), ("NVIDIA H200", torch.float32, 320, "--dtype bfloat16"),
+    ("NVIDIA H200", torch.bfloat16, 640, ""), ("NVIDIA H200", torch.float16, 644, "Hide the GPU"),
+    ("cpu", torch.float32, 320, "")])
+@pytest.mark.parametrize("bits", [0, 8])
+def test_rows_that_no_kernel_of_a_gpu_attends_to_are_refused_before_a_plan(
+    bits: int, kind: str, dtype: torch.dtype, width: int, advice: str, tmp_path: Path
+) -> None:
+    """What planning refuses is what binding would: the limit is one function's."""
+    group, row = row_sizes.cache_group_size(width, 8), row_sizes.cache_row_nbytes(width, 8)
+    cache = torch.zeros(1, 1, 8, row, dtype=torch.uint8) if bits else torch.zeros(1, 1, 8, width, dtype=dtype)
+    attend = torch.ops.forebay.attention_q if bits else torch.ops.forebay.attention
+    scores = (1.0, 0, 0.0, *((bits, group) if bits else ()))
+    inputs = {"q": torch.zeros(1, 2, 1, width, dtype=dtype), "k": cache, "v": cache,
+              "start": torch.zeros(1, dtype=torch.int64)}  # fmt: skip
+    model = tiny(tmp_path, lambda g, n: (g.call_function(attend.default, (*map(n.get, inputs), *scores)),), inputs,
+                 {"w": torch.zeros(1)})
+    machine = replace(Machine.default(), device_kind=kind)
+
+    def planned() -> Plan:
+        return Pipeline(model.source(), Workload(1, 1, 1), machine, Switches()).plan(Budget(1 << 27))
+
+    if not advice:
+        assert planned().arenas
+        return
+    with pytest.raises(PlanError, match=f"^cache: .* in {str(dtype)[6:]}, in any format; .* have {width}.*{advice}"):
+        planned()
