@@ -48,7 +48,7 @@ class StepGraphs:
     every token, all others of one; `speculate`, if the model's can, gives the step graphs of
     which other steps do. `dtype` is that of hidden states, where weights are packed; `pageable` and `rewindable` tell
     whether all states of layers are; `latents` whether some are latents, over which a host does not attend, and
-    `expands` whether steps can make keys and values of them.
+    `expands` whether steps can make keys and values of them. `words` counts the logits from which a token is drawn.
     """
 
     fingerprint: str
@@ -71,6 +71,7 @@ class StepGraphs:
     rewindable: bool = True
     latents: bool = False
     expands: bool = False
+    words: int = 0
 
     def speculating(self, sizes: tuple[int, ...]) -> StepGraphs:
         """The step graphs with steps of these sizes, if any, that give logits of every token. PlanError where the model
@@ -139,7 +140,7 @@ def step_graphs(
                       batching=batching,
                       pageable=all(spec.pageable for states in captured.states for spec in states),
                       rewindable=captured.rewindable, latents=_keeps_latents(captured),
-                      expands=_expands(captured),
+                      expands=_expands(captured), words=0 if captured.gives == "scores" else captured.vocab_size,
                       activations=captured.rounded_to, dtype=str(captured.dtype)[6:],
                       gathers=captured.prefill is not None,
                       speculate=speculate if gives_every_position(captured) else None,

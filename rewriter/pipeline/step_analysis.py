@@ -20,7 +20,7 @@ from forebay.rewriter.ir.program import Launch
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.planning.best_product import best_product
 from forebay.rewriter.planning.check_plan import refuse_launches
-from forebay.rewriter.planning.launch_memory import phase_workspace, product_launch, unplaced
+from forebay.rewriter.planning.launch_memory import phase_workspace, product_launch, unplaced, with_draw
 from forebay.rewriter.planning.model_needs import PhaseNeed
 from forebay.rewriter.planning.product_shapes import ProductUse, joined_shapes, product_uses
 
@@ -56,7 +56,7 @@ class StepAnalysis:
             layout = replace(plan_activations(flat, self.reuse, batching), representatives=representatives)
             launches = self._launches(flat, uses := (*product_uses(flat), *self._joined(flat)))
             refuse_launches(launches, self.machine.kind)
-            self.takers[tokens] = launches
+            self.takers[tokens] = with_draw(launches, self.machine.kind.draw_nbytes(self.graphs.words))
             if tokens > 1:
                 self.need(1)
             taken, *parts = phase_workspace(self.takers, tokens, self.graphs.batching.is_prefill(tokens))

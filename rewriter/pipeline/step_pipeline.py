@@ -38,6 +38,7 @@ from forebay.rewriter.planning.graph_needs import (
     weight_products,
     weight_uses,
 )
+from forebay.rewriter.planning.launch_memory import with_draw
 from forebay.rewriter.planning.model_needs import ModelNeeds, PhaseNeed
 from forebay.rewriter.planning.options import Options
 from forebay.rewriter.planning.planner import make_plan, smallest_budget
@@ -269,6 +270,7 @@ class Pipeline:
         program: Any = stage.gm
         for each in passes_in("lowered"):
             program = stage.lowered(each, program, seen, *beside.get(each.name, ()))
+        program = replace(program, step=tuple(with_draw(program.step, kind.draw_nbytes(self.graphs.words))))
         budget = {"device": plan.budget.device, "host": plan.budget.host or None}
         for tier, limit in budget.items():
             taken = plan.arenas.get(tier, 0) + program.workspace_nbytes(tier)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import fx
 
@@ -13,7 +13,7 @@ from forebay.kernels.formats.packing import Packing
 from forebay.kernels.formats.table import packed_format
 from forebay.kernels.operator import Product
 from forebay.rewriter.ir.graph import values_of
-from forebay.rewriter.ir.program import COMPUTE, Launch, TensorRef, workspace_nbytes
+from forebay.rewriter.ir.program import COMPUTE, Item, Launch, TensorRef, workspace_nbytes
 from forebay.runtime.devices.kind import DeviceKind
 from forebay.runtime.devices.kinds import HOST
 
@@ -22,6 +22,24 @@ def unplaced(node: fx.Node, result: int = 0) -> TensorRef:
     """A reference with the layout of a node's value, before it has an address."""
     value = values_of(node)[result]
     return TensorRef("device", 0, str(value.dtype)[6:], tuple(value.shape), tuple(value.stride()), "")
+
+
+T = TypeVar("T", Launch, Item)
+
+
+def with_draw(items: Sequence[T], nbytes: int) -> list[T]:
+    """Count what drawing a token takes with the last launch: tokens are drawn after a step, when nothing else runs.
+
+    Args:
+        items: A step's launches, or all of its items.
+        nbytes: Bytes that a draw takes of the device outside its arena.
+    """
+    found = list(items)
+    for i, item in reversed(list(enumerate(found))):
+        if isinstance(item, Launch) and item.stream == COMPUTE:
+            found[i] = replace(item, workspace_nbytes=max(item.workspace_nbytes, nbytes))
+            break
+    return found
 
 
 def phase_workspace(launches: Mapping[int, Sequence[Launch]], tokens: int, prefill: bool) -> tuple[int, int, int, int]:

@@ -59,6 +59,8 @@ class DeviceKind:
         exchange_step_s: Cautious guess of seconds for one ring step of an exchange.
         exchange_bytes_per_s: Cautious guess of an exchange's bandwidth.
         with_memory: Adds to a launch what it takes outside the arenas on this device.
+        draw_nbytes: Bytes that drawing a token from so many logits takes outside the arenas; 0 where the constant of a
+            budget's promise has them.
         select: Makes the device of this number the process's own.
         visible: The environment in which a process sees only the device of this number.
         free_nbytes: Free bytes of its own memory; None where it computes in the machine's RAM.
@@ -82,6 +84,7 @@ class DeviceKind:
     exchange_step_s: float = 2e-5
     exchange_bytes_per_s: float = 5e9
     with_memory: Callable[[Launch], Launch] = lambda launch: launch
+    draw_nbytes: Callable[[int], int] = lambda words: 0
     select: Callable[[int], None] = lambda number: None
     visible: Callable[[int], Mapping[str, str]] = lambda number: {}
     free_nbytes: Callable[[], int | None] = lambda: None

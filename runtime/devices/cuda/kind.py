@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from forebay.runtime.devices.cuda.memory import KERNELS, with_cuda_memory
+from forebay.runtime.devices.cuda.memory import KERNELS, draw_nbytes, with_cuda_memory
 from forebay.runtime.devices.kind import DeviceKind
 
 if TYPE_CHECKING:
@@ -32,8 +32,9 @@ def _here() -> str | None:
 CUDA = DeviceKind(
     name="cuda", kernels=KERNELS, title="GPU",
     covers=lambda device_kind: device_kind.startswith(("NVIDIA", "Tesla")), here=_here, opener=_open,
-    collectives="cpu:gloo,cuda:nccl", joins=True, with_memory=with_cuda_memory, select=torch.cuda.set_device,
-    visible=lambda number: {"CUDA_VISIBLE_DEVICES": str(number)}, free_nbytes=lambda: torch.cuda.mem_get_info()[0],
+    collectives="cpu:gloo,cuda:nccl", joins=True, with_memory=with_cuda_memory, draw_nbytes=draw_nbytes,
+    select=torch.cuda.set_device, visible=lambda number: {"CUDA_VISIBLE_DEVICES": str(number)},
+    free_nbytes=lambda: torch.cuda.mem_get_info()[0],
     one_memory=lambda: bool(torch.cuda.get_device_properties(torch.cuda.current_device()).is_integrated))
 # Whatever no other kind covers: planned and predicted as a GPU with host memory beside it.
 ACCELERATOR = replace(CUDA, name="accelerator", covers=lambda device_kind: True, here=lambda: None, runs=False,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from fractions import Fraction
 
 from forebay.kernels import operators
 from forebay.kernels.products.linear import choices
@@ -13,6 +15,9 @@ KERNELS = "cuda"  # the key of operators' bindings
 # segments of SMALL_SEGMENT, below LARGE of LARGE_SEGMENT, and others are rounded up to a multiple of ROUND.
 MIB = 1 << 20
 SMALL, SMALL_SEGMENT, LARGE, LARGE_SEGMENT, ROUND = MIB, 2 * MIB, 10 * MIB, 20 * MIB, 2 * MIB
+
+# Blocks that a draw from one row holds at once, by bytes for each word: masks, numbers, places and a sort's memory.
+DRAW_BLOCKS = {1: 2, 4: 6, 8: 3, 12: 1}
 
 
 def reserved_nbytes(nbytes: int) -> int:
@@ -37,6 +42,23 @@ def with_cuda_memory(launch: Launch) -> Launch:
             "rounding of the scratch": reserved_nbytes(own - back) - (own - back),
             "cuBLAS": reserved_nbytes(choices.cublas_nbytes())}
     return replace(launch, workspace_nbytes=transient, held=tuple((name, n) for name, n in held.items() if n))
+
+
+def draw_nbytes(words: int) -> int:
+    """Bytes that torch takes from a GPU to draw a token from so many logits, with top-k, top-p and min-p.
+
+    Blocks of one size share segments, as many as fit. Source: `probabilities` of `runtime/run/sampling.py`, and for the
+    copies that a sort makes Sort.cu of torch 2.13 with cub's DeviceRadixSort.
+    """
+    segments, whole = {SMALL_SEGMENT: Fraction(0), LARGE_SEGMENT: Fraction(0)}, 0
+    for each, count in DRAW_BLOCKS.items():
+        nbytes = each * words
+        if nbytes >= LARGE:
+            whole += count * reserved_nbytes(nbytes)
+        elif nbytes:
+            segment = SMALL_SEGMENT if nbytes <= SMALL else LARGE_SEGMENT
+            segments[segment] += Fraction(count, segment // nbytes)
+    return whole + sum(math.ceil(share) * segment for segment, share in segments.items())
 
 
 def least_workspace_nbytes() -> int:
