@@ -108,8 +108,9 @@ def test_launches_overlap_where_asked_from_hopper_on(
     for each in (plain, call, call):
         each()
     taken = copy if overlaps else kernel
-    assert taken.options[-1] == {"BLOCK": 16} | ({"launch_pdl": True} if overlaps else {})
-    assert kernel.options[0] == {"BLOCK": 16}
+    given = {"BLOCK": 16, "enable_fp_fusion": True}
+    assert taken.options[-1] == given | ({"launch_pdl": True} if overlaps else {})
+    assert kernel.options[0] == given
     assert len(copy.own) == overlaps and len(taken.compiled.sent) == 1
 
 
