@@ -48,6 +48,7 @@ def timed_steps(
 ) -> tuple[Row, list[int]]:
     """Times of decode steps and tokens of an answer, and the items and copies of a step."""
     from forebay.api import wrap
+    from forebay.runtime.devices.cuda.whole_steps import obstacle
 
     new = WARM + STEPS + 1
     with (patch.dict("os.environ", FOREBAY_GRAPHS=graphs),
@@ -60,5 +61,7 @@ def timed_steps(
             "driver_nbytes": offloaded.context_nbytes(),
             "predicted_step_s": p.decode_time_s}
         if graphs == "steps":
-            row["replayed"] = getattr(bound._step[0], "graph", None) is not None
+            step, why = bound._step[0], obstacle(bound.program.step)
+            row |= {"replayed": getattr(step, "graph", None) is not None,
+                    "refused": why or getattr(step, "refused", "")}
     return row, answer

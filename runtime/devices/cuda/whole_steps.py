@@ -141,7 +141,7 @@ class WholeStep:
         self.lookups = [item for item, _ in items if isinstance(item, Copy) and is_lookup(item)]
         for item in self.lookups:
             steps.named.moved(item)  # from now on it keeps which rows they name
-        self.ran = self.refused = False
+        self.ran, self.refused = False, ""  # by what error
         self.graph: torch.cuda.CUDAGraph | None = None
         self.known: torch.cuda.Event | None = None
         self.seen = 0
@@ -158,7 +158,6 @@ class WholeStep:
                 steps.finish()
             if self.graph is None:
                 self.graph = self._captured()
-                self.refused = self.graph is None
         if self.graph is not None:
             self.graph.replay()
             steps.replaying, steps.known = True, self.known
@@ -187,6 +186,7 @@ class WholeStep:
                 for stream in streams:
                     compute.wait_stream(stream)
         except RuntimeError as error:
+            self.refused = f"{type(error).__name__}: {error}"
             LOG.info("%s is issued item by item: %s", _name_of(self.items), error)
             return None
         return graph

@@ -248,6 +248,7 @@ def test_a_capture_that_fails_costs_no_other_graph(monkeypatch: pytest.MonkeyPat
         for turn in range(3):
             case.check(bound, turn, turn, 0)
     assert whole(first).graph.replays == 8 and whole(later).graph.replays == 2 and whole(failing).graph is None
+    assert whole(failing).refused == "RuntimeError: capture was invalidated" and not whole(first).refused
     assert not case.driver.recording and not case.driver.drawing
     case.close()
 
