@@ -52,7 +52,7 @@ def linear_vector_kernel(
     ACCUMULATE: tl.constexpr,
     second_ptr=None, second_n=0, second_om=0, second_out_ptr=None, second_bias_ptr=None,
     third_ptr=None, third_n=0, third_om=0, third_out_ptr=None, third_bias_ptr=None,
-    SEGMENTS: tl.constexpr = 1, GATED: tl.constexpr = False,
+    SEGMENTS: tl.constexpr = 1, GATED: tl.constexpr = 0,
 ):  # fmt: skip
     """Program (tile of columns, split of K): BM = M is 1 or 2; sums stay apart per element of K until the end."""
     tile, split = tl.program_id(0), tl.program_id(1)
@@ -100,7 +100,7 @@ def linear_matrix_kernel(
     ACCUMULATE: tl.constexpr, STAGES: tl.constexpr,
     second_ptr=None, second_n=0, second_om=0, second_out_ptr=None, second_bias_ptr=None,
     third_ptr=None, third_n=0, third_om=0, third_out_ptr=None, third_bias_ptr=None,
-    SEGMENTS: tl.constexpr = 1, GATED: tl.constexpr = False,
+    SEGMENTS: tl.constexpr = 1, GATED: tl.constexpr = 0,
 ):  # fmt: skip
     """Program (tile of rows and columns, split of K): weights first, which gives the tile's transpose, but for KN."""
     tile_m, tile_n = tile_of(tl.cdiv(m, BM), column_tiles(n, second_n, third_n, BN, SEGMENTS, GATED))
@@ -190,7 +190,7 @@ def _bind(
     constants = operands.constants() | {
         "KN": form == "kn", "BN": setting.bn, "BK": setting.bk, "BM": grid.tile_elements // setting.bn,
         "SPLITS": grid.splits, "num_warps": setting.warps,
-    } | ({} if vector else {"STAGES": stages(setting.stages)}) | others.constants()  # fmt: skip
+    } | ({} if vector else {"STAGES": stages(setting.stages)}) | others.constants(weight)  # fmt: skip
 
     def launch(counters: Tensor, partials: Tensor) -> KernelCall:
         return kernel_call(kernel, programs, operands.x, weight, counters, partials, *arguments, **constants)

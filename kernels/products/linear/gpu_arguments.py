@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from forebay.kernels.gpu_support.arguments import check_tensor, fail
-from forebay.kernels.gpu_support.launches import KernelCall, bound, bound_with_scratch
+from forebay.kernels.gpu_support.launches import ALIGN, KernelCall, bound, bound_with_scratch
 from forebay.kernels.products.linear import selection
 from forebay.kernels.products.linear.gpu_epilogue import ACTIVATIONS
 from forebay.kernels.products.linear.joined import MOST_WEIGHTS
@@ -133,11 +133,12 @@ class Others(NamedTuple):
                          shape=(first.out.shape[0], other.shape[0]))
         return self._replace(outs=outs)
 
-    def constants(self, view: torch.dtype | None = None) -> dict[str, Any]:
-        """Arguments of a kernel by name, with weights seen in a dtype."""
+    def constants(self, first: Tensor, view: torch.dtype | None = None) -> dict[str, Any]:
+        """Arguments of a kernel by name, with weights seen in a dtype; `first` is the first of a launch."""
         if not self.weights:
             return {}
-        found: dict[str, Any] = {"SEGMENTS": 1 + len(self.outs), "GATED": not self.outs}
+        aligned = not any(weight.data_ptr() % ALIGN for weight in (first, *self.weights))
+        found: dict[str, Any] = {"SEGMENTS": 1 + len(self.outs), "GATED": 0 if self.outs else ALIGN if aligned else 1}
         for name, i in (("second", 0), ("third", min(1, len(self.weights) - 1))):  # of two the third is never reached
             weight, bias = self.weights[i], self.biases[i]
             found |= {f"{name}_ptr": weight if view is None else weight.view(view), f"{name}_bias_ptr": bias}

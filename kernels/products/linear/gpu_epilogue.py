@@ -65,9 +65,13 @@ def columns_at(tile_n, BN: tl.constexpr, GATED: tl.constexpr):
 
 @triton.jit
 def rows_at(weight_ptr, second_ptr, BN: tl.constexpr, GATED: tl.constexpr):
-    """The weight that a tile reads: a scalar, or of a gate and what it multiplies one for each column [BN, 1]."""
+    """The weight that a tile reads: a scalar, or of a gate and what it multiplies one for each column [BN, 1].
+
+    GATED is what both addresses are multiples of. Triton 3.9 does not see that of a choice, and loads number by number.
+    """
     if GATED:
         weight_ptr = tl.where(tl.arange(0, BN) < BN // 2, weight_ptr, second_ptr)[:, None]
+        weight_ptr = tl.multiple_of(weight_ptr, (GATED, GATED))
     return weight_ptr
 
 
@@ -111,7 +115,7 @@ def finish(
     out_ptr, bias_ptr, multiplier_ptr, residual_ptr, m, n, om, pm, rm,
     ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MULTIPLIER: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     ACCUMULATE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr, second_bias_ptr=None,
-    GATED: tl.constexpr = False,
+    GATED: tl.constexpr = 0,
 ):  # fmt: skip
     """finish_tile of the sum of y over SPLITS programs: the last to arrive adds up all parts, always in one order.
 

@@ -95,7 +95,7 @@ def linear_quantized_matrix_kernel(
     PTX: tl.constexpr, WHOLE: tl.constexpr,
     second_ptr=None, second_n=0, second_om=0, second_out_ptr=None, second_bias_ptr=None,
     third_ptr=None, third_n=0, third_om=0, third_out_ptr=None, third_bias_ptr=None,
-    SEGMENTS: tl.constexpr = 1, GATED: tl.constexpr = False,
+    SEGMENTS: tl.constexpr = 1, GATED: tl.constexpr = 0,
 ):  # fmt: skip
     """Program (tile of rows and columns, split of K); word_ptr are rows as 32-bit values, half_ptr gives scales' dtype.
 
@@ -203,7 +203,7 @@ def linear_quantized_vector_kernel(
     HAS_RESIDUAL: tl.constexpr, ACCUMULATE: tl.constexpr, SYMMETRIC: tl.constexpr,
     second_ptr=None, second_n=0, second_om=0, second_out_ptr=None, second_bias_ptr=None,
     third_ptr=None, third_n=0, third_om=0, third_out_ptr=None, third_bias_ptr=None,
-    SEGMENTS: tl.constexpr = 1, GATED: tl.constexpr = False,
+    SEGMENTS: tl.constexpr = 1, GATED: tl.constexpr = 0,
 ):  # fmt: skip
     """Program (tile of columns, split of K): BM = M is 1 or 2; weights and sums in fp32."""
     PER_WORD: tl.constexpr = 32 // BITS
@@ -351,7 +351,7 @@ def _bind(
     constants = operands.constants() | {
         "BITS": bits, "GROUP": group_size, "BM": grid.tile_elements // setting.bn, "BN": setting.bn, "BK": setting.bk,
         "SPLITS": grid.splits, "SYMMETRIC": symmetric, "num_warps": setting.warps,
-    } | others.constants(torch.uint32)  # fmt: skip
+    } | others.constants(rows, torch.uint32)  # fmt: skip
     if not vector:
         ptx = torch.version.hip is None and not INTERPRETED
         whole = torch.version.hip is None and k > 0 and k % setting.bk == 0

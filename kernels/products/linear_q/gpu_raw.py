@@ -182,7 +182,7 @@ def linear_raw_kernel(
     STAGES: tl.constexpr, PTX: tl.constexpr, WHOLE: tl.constexpr,
     second_ptr=None, second_n=0, second_om=0, second_out_ptr=None, second_bias_ptr=None,
     third_ptr=None, third_n=0, third_om=0, third_out_ptr=None, third_bias_ptr=None,
-    SEGMENTS: tl.constexpr = 1, GATED: tl.constexpr = False,
+    SEGMENTS: tl.constexpr = 1, GATED: tl.constexpr = 0,
 ):  # fmt: skip
     """Program (tile of rows and columns, split of K): word_ptr are rows as 32-bit values, half_ptr gives scales' dtype.
 
@@ -283,7 +283,7 @@ def bind_raw(
         "SCALED": scaled, "STAGES": stages(setting.stages),
         "PTX": torch.version.hip is None and not INTERPRETED, "WHOLE": layout.is_whole,
         "num_warps": setting.warps,
-    } | others.constants(torch.uint32)  # fmt: skip
+    } | others.constants(rows, torch.uint32)  # fmt: skip
 
     def launches(values: Tensor, counters: Tensor) -> list[KernelCall]:
         ordered = values[first : first + layout.ordered_nbytes].view(torch.float16)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from forebay.kernels.gpu_support.arguments import AMD_STAGES
+from forebay.kernels.gpu_support.launches import ALIGN
 from forebay.kernels.products.linear import selection
 from forebay.kernels.products.linear.gpu import FORMS, linear_matrix_kernel, linear_vector_kernel
 from forebay.kernels.products.linear.selection import grid_of
@@ -26,7 +27,7 @@ def join(joined: str, pointer: str, case: AuditCase) -> AuditCase:
         pointers |= {"third_ptr": pointers["second_ptr"], "third_bias_ptr": pointer}
         pointers |= dict.fromkeys(("second_out_ptr", "third_out_ptr"), pointer)
     numbers = ("second_n", "third_n", "second_om", "third_om") if joined == "qkv" else ()
-    how = {"SEGMENTS": 3 if joined == "qkv" else 1, "GATED": joined == "gate", "HAS_RESIDUAL": False}
+    how = {"SEGMENTS": 3 if joined == "qkv" else 1, "GATED": ALIGN if joined == "gate" else 0, "HAS_RESIDUAL": False}
     return replace(
         case, name=f"{case.name}/{joined}", signature={**case.signature, **pointers, **dict.fromkeys(numbers, "i32")},
         constants={**case.constants, **how}, divisible=(*case.divisible, *pointers, *numbers),

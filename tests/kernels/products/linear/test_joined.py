@@ -18,6 +18,7 @@ from forebay.kernels.formats.packing import Packing
 from forebay.kernels.operator import Operator, Product, Tensors
 from forebay.kernels.operators import LINEAR, LINEAR_Q
 from forebay.kernels.products.linear import choices, joined
+from forebay.kernels.products.linear.gpu_arguments import Others
 from forebay.kernels.quantization.quantize.reference import reference as quantize
 
 QKV, PAIR, GATE = (70, 33, 32), (24, 40), (37, 37)  # rows of weights
@@ -122,3 +123,14 @@ def test_codes_of_fp8_and_mxfp4(rows: tuple[int, ...], activation: str, bits: in
     operator, use = launch(3, rows, 256, "raw", torch.bfloat16, Packing(bits, 256, 32, torch.bfloat16, True), False,
                            activation)
     check(operator, use._replace(kwargs={**use.kwargs, "codebook": codebook}))
+
+
+def test_a_gate_is_told_what_both_addresses_are_multiples_of() -> None:
+    """A compiler that relies on more would load where nothing lies."""
+    memory = torch.zeros(300, dtype=torch.bfloat16)
+    first = memory[:128].view(8, 16)
+    for shift, known in ((0, 16), (1, 1)):
+        second = memory[128 + shift :][:128].view(8, 16)
+        assert Others((second,), (None,)).constants(first)["GATED"] == known
+        assert Others((first,), (None,)).constants(second)["GATED"] == known
+        assert Others((second,), (None,), (memory.view(2, 150),)).constants(first)["GATED"] == 0
