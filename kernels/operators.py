@@ -15,6 +15,7 @@ import torch
 from forebay.kernels.attention.attention.operator import ATTENTION as ATTENTION
 from forebay.kernels.attention.attention_q.operator import ATTENTION_Q as ATTENTION_Q
 from forebay.kernels.attention.choose_blocks.operator import CHOOSE_BLOCKS as CHOOSE_BLOCKS
+from forebay.kernels.attention.choose_tokens.operator import CHOOSE_TOKENS as CHOOSE_TOKENS
 from forebay.kernels.attention.expanded_attention.operator import EXPANDED_ATTENTION as EXPANDED_ATTENTION
 from forebay.kernels.cache.activation_append_q.operator import ACTIVATION_APPEND_Q as ACTIVATION_APPEND_Q
 from forebay.kernels.cache.kv_append.operator import KV_APPEND as KV_APPEND

@@ -15,10 +15,31 @@ from forebay.kernels.products.linear.selection import HELD_COUNTERS_NBYTES
 
 def attention_cost(use: Use) -> Cost:
     """Return the cost as if every sequence were as long as the cache, and saw all of it: fits of measured times count
-    so too."""
+    so too. Each query reads the rows that were chosen for it."""
     q, k = use.args[:2]
     batch, heads, queries, width = q.shape
-    return caches_once(use)._replace(flops=int(attention_flops(batch, heads, queries, k.shape[2], width)))
+    cost, chosen = caches_once(use), chosen_of(use)
+    if chosen is None:
+        return cost._replace(flops=int(attention_flops(batch, heads, queries, k.shape[2], width)))
+    seen = min(k.shape[2], chosen.shape[2])
+    every, rows = nbytes_of(*use.args[1:2 if _attends_latents(use) else 3]), batch * queries * seen
+    read = every * queries * seen // k.shape[2]
+    return cost._replace(flops=int(attention_flops(rows // seen, heads, 1, seen, width)),
+                         read_nbytes=cost.read_nbytes - every + read)
+
+
+def chosen_of(use: Use) -> Any:
+    """The positions that were chosen for each query, [B, S, n]; None where a query sees all before it. Attention over
+    values and over packed rows have them at the same place."""
+    return use.args[12] if len(use.args) > 12 else None
+
+
+def gathered_nbytes(use: Use) -> int:
+    """Bytes of the rows that the CPU gathers for a query where some were chosen for it."""
+    chosen, k = chosen_of(use), use.args[1]
+    if chosen is None:
+        return 0
+    return 2 * nbytes_of(k) * min(k.shape[2], chosen.shape[2]) // (k.shape[0] * k.shape[2])
 
 
 def caches_once(use: Use) -> Cost:

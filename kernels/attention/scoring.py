@@ -27,10 +27,12 @@ class SoftmaxRange(NamedTuple):
 
 class AttentionExtras(NamedTuple):
     """Optional arguments of attention besides q and caches: `sinks` [H], one score more for each query of a head, with
-    which no value goes; `until` [B, S], where the positions end that each query sees."""
+    which no value goes; `until` [B, S], where the positions end that each query sees; `chosen` [B, S, n], the positions
+    that each query sees, as `forebay::choose_tokens` gives them."""
 
     sinks: torch.Tensor | None = None
     until: torch.Tensor | None = None
+    chosen: torch.Tensor | None = None
 
 
 # (low, high) at most. exp(x - phi) is multiplied with V in V's dtype: fp16 holds exp(-9) to exp(11) to within 2^-11,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 from torch import fx
 
@@ -33,10 +36,17 @@ def quantize_cache(gm: fx.GraphModule, stored: CacheFormat) -> None:
         packed, read = find(stored.append if operator.appends else stored.attend), operator.given_caches(node.args)
         assert packed is not None
         caches |= dict.fromkeys(read)
+        how = stored.arguments(read[0].meta["val"].shape[-1]).values()
         node.target = packed.overload
-        node.args = (*node.args, *stored.arguments(read[0].meta["val"].shape[-1]).values())
+        node.args = (*node.args, *how) if operator.appends else _packed_attention(node.args, how)
         node.meta["made_by"] = "quantize_cache"
     for cache in caches:
         value = cache.meta["val"]
         nbytes = stored.row_nbytes(value.shape[-1], value.dtype.itemsize)
         cache.meta["val"] = value.new_empty((*value.shape[:-1], nbytes), dtype=torch.uint8)
+
+
+def _packed_attention(args: tuple[Any, ...], how: Iterable[object]) -> tuple[Any, ...]:
+    """Arguments of attention over values as those over packed rows."""
+    chosen = ATTENTION.argument(args, "chosen")
+    return (*args[:7], *how) if chosen is None else (*args[:7], *how, *args[7:10], chosen)

@@ -63,8 +63,8 @@ def _attention(
     latent: Latent | None = vars(module).get("latent")
     if latent is not None:
         query = latent.absorb_keys(query)
-    sinks = kwargs.get("s_aux", kwargs.get("sinks"))
-    given = () if sinks is None and until is None else (0.0, 0.0, 0.0, sinks, until)
+    extras = kwargs.get("s_aux", kwargs.get("sinks")), until, kwargs.get("indices")
+    given = () if all(extra is None for extra in extras) else (0.0, 0.0, 0.0, *extras)
     query = _widened(query, key.shape[-1])
     out = ATTENTION.overload(query, key, value, starts(), float(scale), window, float(softcap or 0.0), *given)
     if latent is not None:

@@ -8,16 +8,18 @@ head of rows.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
-from forebay.kernels.operators import KV_APPEND
+from forebay.kernels.operators import CHOOSE_TOKENS, KV_APPEND
 from forebay.rewriter.capture.errors import CaptureError
 from forebay.rewriter.capture.layer_states import layer_state, starts, states_before
-from forebay.rewriter.ir.state import LatentState
+from forebay.rewriter.ir.state import IndexState, LatentState
 
 
 class Latent:
@@ -60,6 +62,65 @@ class LatentRows:
         KV_APPEND.overload(rows, rows, new, new, starts())  # keys and values are the same bytes
         return rows, rows
 
+    def update_indexer(self, keys: torch.Tensor, layer_idx: object, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Return an indexer's new keys alone: `Indexer` keeps them."""
+        return keys
+
+
+class _Scored(Exception):
+    """An indexer is about to weigh the scores of its heads."""
+
+
+class _Scores(TorchFunctionMode):
+    """Reads queries, keys and weights off the two products of an indexer's own code, which ends at the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.products: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.matmul:
+            self.products.append(args)
+            if len(self.products) == 2:
+                raise _Scored
+        return func(*args, **kwargs or {})
+
+
+class Indexer:
+    """In the place of an indexer's forward (DeepSeek-V3.2: arXiv 2512.02556, section 2.1): its own code makes queries,
+    keys and weights, and an operator keeps the keys and chooses tokens.
+
+    The scale of its scores is left out: it changes no order.
+    """
+
+    PARTS = frozenset(("wq_b", "wk", "k_norm", "weights_proj"))
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.own = module, inspect.unwrap(type(module).forward)
+
+    @classmethod
+    def known(cls, module: nn.Module) -> bool:
+        """Return whether a module computes by these parts alone, and says how many tokens it chooses."""
+        own = dict(module.named_children()).keys() | dict(module.named_parameters(recurse=False)).keys()
+        return own == cls.PARTS and hasattr(module, "index_topk")
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """The positions that each query of a step attends to, [B, S, index_topk]."""
+        try:
+            with _Scores() as scores:
+                self.own(self.module, *args, **kwargs)
+        except _Scored:
+            (query, keys), (weights, _) = scores.products
+        else:
+            raise CaptureError(f"{type(self.module).__name__} makes its scores in another way than the indexers known")
+        new = keys.squeeze(1).transpose(1, 2)  # [B, S, D], in fp32 by now
+        module: Any = self.module
+        dtype = module.wk.weight.dtype
+        (kept,) = layer_state(IndexState(new.shape[-1], dtype))
+        found: torch.Tensor = CHOOSE_TOKENS.overload(query, weights.squeeze(2), new.to(dtype), kept, starts(),
+                                                     module.index_topk)
+        return found
+
 
 class NoIndexer(nn.Module):
     """In the place of an indexer."""
@@ -84,14 +145,18 @@ def adopt_latents(model: Any) -> None:
 
 
 def adopt_indexers(model: Any) -> None:
-    """Let modules attend to all tokens where an indexer would pick some (DeepSeek-V3.2: arXiv 2512.02556, section 2.1).
-
-    Of a context of at most as many tokens as it picks, it picks all: contexts here are no longer.
+    """Let indexers choose the tokens that a layer attends to by an operator of ours. Where some are of another kind, or
+    layers share what others chose, modules attend to all tokens: of a context of at most as many tokens as an indexer
+    chooses, it chooses all, and contexts are then no longer.
     """
     config = model.config
-    for module in model.modules():
-        if not hasattr(module, "indexer"):
-            continue
+    indexed = [module for module in model.modules() if hasattr(module, "indexer")]
+    own = [module.indexer for module in indexed if isinstance(module.indexer, nn.Module)]
+    if all(map(Indexer.known, own)) and not any(getattr(module, "skip_topk", False) for module in indexed):
+        for indexer in own:
+            vars(indexer)["forward"] = Indexer(indexer).forward
+        return
+    for module in indexed:
         if isinstance(module.indexer, nn.Module):
             picked = getattr(config, "index_topk", 0) or (
                 getattr(config, "index_topk_blocks", 0) * getattr(config, "index_block_size", 0))
@@ -108,6 +173,7 @@ def _with_rows(module: Any) -> Callable[..., Any]:
     own, more = module.forward, {"attention_mask": AllTokens()} if hasattr(module, "indexer") else {}
 
     def forward(*args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
-        return own(*args, past_key_values=LatentRows(), **kwargs | more)
+        found = own(*args, past_key_values=LatentRows(), **kwargs | more)
+        return *found[:2], *[None] * len(found[2:])  # chosen tokens go to no other layer
 
     return forward

@@ -16,6 +16,7 @@ from forebay.rewriter.garbage import no_collection
 from forebay.rewriter.ir.cache_layout import BEGUN, CHECKPOINTED, RESTORED, checkpoint_tokens, staged_tensors
 from forebay.rewriter.ir.gathers import gathers_weight
 from forebay.rewriter.ir.graph import META, CapturedModel, WeightInput
+from forebay.rewriter.ir.indexers import least_chosen
 from forebay.rewriter.ir.plan import PlanError, Workload
 from forebay.rewriter.ir.program import FileSlice
 from forebay.rewriter.ir.schedule.batch_schedule import ALONE, BatchSchedule
@@ -92,7 +93,7 @@ def step_graphs(
     """The step graphs of `captured` for the batch and context of `workload`, whose batch `block` divides; those over
     its `speculative_steps` give logits of every token. PlanError for such steps, and for checkpoints, of a model that
     cannot have any."""
-    plain = captured
+    captured = plain = _of_context(captured, workload.context)
     _refuse_features(captured, batching)
     if batching.gathering.buffers and not _gathers(captured):
         raise PlanError("plan.schedule.batching.gathering.buffers: no step of this model gathers weights as they are "
@@ -161,9 +162,10 @@ def _refuse_features(captured: CapturedModel, batching: BatchSchedule) -> None:
         require_states(captured.states, "pageable", "cache_tier, policy or plan.schedule.batching.cache.tier")
         for name, field, value in (("batch_slots", "admission.sequences", batching.admitted),
                                    ("cpu_attention", "cache.cpu_attention", batching.cache.cpu_attention)):
-            if value and not captured.rewindable:
+            if value and not (captured.rewindable and all(
+                    spec.in_blocks for states in captured.states for spec in states)):
                 raise PlanError(f"{name} or plan.schedule.batching.{field}: the cache lies on the tier "
-                                f"{batching.cache.tier}, from where some states move whole; leave {name} out, or "
+                                f"{batching.cache.tier}, and some states do not move in blocks; leave {name} out, or "
                                 "name no slower tier by cache_tier or policy")
     if batching.cache.cpu_attention and _keeps_latents(captured):
         raise PlanError("cpu_attention or plan.schedule.batching.cache.cpu_attention: a host attends over keys and "
@@ -212,7 +214,15 @@ def _keeps_latents(captured: CapturedModel) -> bool:
 
 def _expands(captured: CapturedModel) -> bool:
     """Return whether steps of `captured` can make keys and values of latents."""
-    return captured.choices is not None and captured.prefill is None and _keeps_latents(captured)
+    return captured.choices is not None and captured.prefill is None and _keeps_latents(captured) and not (
+        least_chosen(captured.step))
+
+
+def _of_context(captured: CapturedModel, context: int) -> CapturedModel:
+    """`captured` for contexts of so many tokens: an indexer goes that would choose all of them."""
+    if captured.choices is None or captured.prefill is not None or context > least_chosen(captured.step):
+        return captured
+    return captured.choices.seeing_all()
 
 
 def _prompts(captured: CapturedModel, batching: BatchSchedule) -> CapturedModel:

@@ -271,7 +271,7 @@ def _token_nbytes(states: Sequence[StateSpec], tokens: int) -> int:
     """Bytes from K and V of one token to those of the next, so that a block of `tokens` is whole pages, and has room
     for checkpoints of twice as many tokens where hardly more bytes give it."""
     unit, kept = PAGE_NBYTES // math.gcd(PAGE_NBYTES, tokens), _checkpoint(states)
-    plain = -(-sum(spec.token_nbytes for spec in states if spec is not kept) // unit) * unit
+    plain = -(-sum(spec.token_nbytes for spec in states if spec.in_blocks) // unit) * unit
     if kept is None:
         return plain
     most = MOST_PADDED * plain / kept.token_nbytes  # checkpoints for each token of K and V

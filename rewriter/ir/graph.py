@@ -135,6 +135,9 @@ class Choices(Protocol):
     def expanded(self) -> CapturedModel:
         """For steps that make keys and values of latents."""
 
+    def seeing_all(self) -> CapturedModel:
+        """For contexts of which an indexer would choose all tokens."""
+
 
 @dataclass
 class CapturedModel:

@@ -17,6 +17,7 @@ from forebay.kernels.formats.key_means import KEYS_OF_MEAN
 from forebay.kernels.operators import (
     ATTENTION,
     CHOOSE_BLOCKS,
+    CHOOSE_TOKENS,
     KV_APPEND,
     LINEAR_RECURRENCE,
     MEAN_KEYS,
@@ -209,6 +210,24 @@ class LatentState(StateSpec):
     @property
     def tensors(self) -> tuple[StateTensor, ...]:
         return (StateTensor(f"latent{self.part or ''}", ("B", 1, "L", self.width), self.dtype),)
+
+
+@register_state
+@dataclass(frozen=True)
+class IndexState(StateSpec):
+    """The keys of an indexer, one of `width` elements for each token, by which it chooses the tokens that attention
+    sees. They stay on the device."""
+
+    kind = "index keys"
+    operators = (CHOOSE_TOKENS.name,)
+    rewindable = pageable = reorderable = True
+
+    width: int
+    dtype: torch.dtype
+
+    @property
+    def tensors(self) -> tuple[StateTensor, ...]:
+        return (StateTensor("index_keys", ("B", 1, "L", self.width), self.dtype),)
 
 
 @register_state

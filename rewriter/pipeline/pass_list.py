@@ -9,6 +9,7 @@ from forebay.passes.fuse.fuse_residual import fuse_residual
 from forebay.passes.fuse.fuse_rms_norm import fuse_rms_norm
 from forebay.passes.fuse.fuse_rotary import fuse_rotary
 from forebay.passes.fuse.fuse_swiglu import fuse_swiglu
+from forebay.passes.fuse.see_all_tokens import see_all_tokens
 from forebay.passes.lower.delegate_launches import delegate_launches
 from forebay.passes.lower.hoist_gathers import hoist_gathers
 from forebay.passes.lower.hoist_prefetch import hoist_prefetch
@@ -51,6 +52,8 @@ PASSES: list[Pass] = [
          why="it changes operators and no order, and is fused with nothing: behind all that fuse"),
     Pass(quantize_weights, "captured", "each graph", "the products have what they took over, and keep it", asked=True),
     Pass(fuse_dequantize, "captured", "each graph", "it folds what quantize_weights put there into its readers"),
+    Pass(see_all_tokens, "captured", "whole step", asked=True,
+         why="where a context has no more tokens than an indexer chooses: attention is as the others left it"),
     Pass(checkpoint_kv, "captured", "whole step", asked=True,
          why="last, where a block keeps checkpoints: what it moves is final"),
     Pass(choose_cache_blocks, "captured", "whole step", asked=True,

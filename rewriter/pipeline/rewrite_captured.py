@@ -15,13 +15,15 @@ from forebay.kernels.formats.table import cache_format as format_of
 from forebay.kernels.operators import EXPANDED_ATTENTION
 from forebay.passes.checkpoint.checkpoint_kv import CannotCheckpoint, checkpoint_kv
 from forebay.passes.fuse.expand_latents import expand_latents
+from forebay.passes.fuse.see_all_tokens import see_all_tokens
 from forebay.passes.quantize.choose_cache_blocks import CannotChoose, choose_cache_blocks
 from forebay.rewriter.capture.stored_sizes import fill_values
 from forebay.rewriter.garbage import no_collection
-from forebay.rewriter.ir.graph import CapturedModel, RowFormat, block_graphs, copy_node
+from forebay.rewriter.ir.graph import META, CapturedModel, RowFormat, WeightInput, block_graphs, copy_node
 from forebay.rewriter.ir.plan import PlanError
 from forebay.rewriter.ir.state import (
     CheckpointState,
+    IndexState,
     KeyMeansState,
     KVState,
     LatentState,
@@ -117,6 +119,10 @@ class _MadeOnce:
         """For steps that make keys and values of latents. PlanError where the model has none."""
         return self._once(_expanded, None)
 
+    def seeing_all(self) -> CapturedModel:
+        """For contexts of which an indexer would choose all tokens."""
+        return self._once(seeing_all, None)
+
     def _once(self, make: Callable[..., CapturedModel], how: object) -> CapturedModel:
         if (make, how) not in self.made:
             self.made[make, how] = make(self.captured, self.switches, how)
@@ -161,6 +167,23 @@ def _expanded(captured: CapturedModel, switches: Switches, how: None) -> Capture
         raise PlanError("expand_latents or plan.schedule.batching.latents.expanded: no layer keeps latents; leave "
                         "it out")
     return replace(captured, step=step)
+
+
+def seeing_all(captured: CapturedModel, switches: Switches, how: None = None) -> CapturedModel:
+    """`captured` without its indexers, for contexts of which they would choose all tokens."""
+    _fill(captured)
+    step = with_blocks(captured)
+    Stage(step, switches, "seeing_all", {}).run(next(each for each in PASSES if each.run is see_all_tokens),
+                                                lambda _: ())
+    read = {mark.name for node in step.graph.find_nodes(op="placeholder")
+            if isinstance(mark := node.meta.get(META), WeightInput)}
+    found = replace(
+        captured, step=step, weights={name: spec for name, spec in captured.weights.items() if name in read},
+        layer_weights=tuple({inner: name for inner, name in weights.items() if name in read}
+                            for weights in captured.layer_weights),
+        states=tuple(tuple(spec for spec in states if not isinstance(spec, IndexState))
+                     for states in captured.states))
+    return _with_choices(found, switches) if captured.rewritten else found
 
 
 def _checkpointed(captured: CapturedModel, switches: Switches, kept: str) -> CapturedModel:

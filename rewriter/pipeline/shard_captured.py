@@ -18,6 +18,7 @@ from forebay.passes.shard.take_stage import take_stage
 from forebay.rewriter.checkpoints.cut_weights import cut_file, cut_spec
 from forebay.rewriter.garbage import no_collection
 from forebay.rewriter.ir.graph import CapturedModel, weight_name
+from forebay.rewriter.ir.indexers import least_chosen
 from forebay.rewriter.ir.program import FileSlice
 from forebay.rewriter.ir.share import RankShare, WeightCut
 from forebay.rewriter.ir.state import (
@@ -31,7 +32,7 @@ from forebay.rewriter.ir.state import (
     state_name,
 )
 from forebay.rewriter.pipeline.pass_list import PASSES
-from forebay.rewriter.pipeline.rewrite_captured import with_blocks
+from forebay.rewriter.pipeline.rewrite_captured import seeing_all, with_blocks
 from forebay.rewriter.pipeline.run_passes import Stage
 from forebay.rewriter.switches import Switches
 
@@ -57,6 +58,8 @@ def shard_captured(captured: CapturedModel, share: RankShare, switches: Switches
     if share.beside == 1:
         return replace(captured, choices=None), {}
     several, one = zip(share.chunks, share.gather_chunks, strict=True)
+    if chosen := least_chosen(captured.step):  # no rank's part of an indexer is known
+        captured = replace(seeing_all(captured, switches), max_positions=min(captured.max_positions or chosen, chosen))
     step, cuts = _sharded(captured, share, switches, "sharded", None, one)
     names = tuple(_in_pieces(layer, own) for layer, own in zip(
         (cuts[layer] for layer in captured.layers), captured.layer_weights, strict=True))

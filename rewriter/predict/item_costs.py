@@ -9,9 +9,10 @@ from typing import NamedTuple
 
 import torch
 
+from forebay.kernels.attention.costs import chosen_of
 from forebay.kernels.attention.operations import attention_flops
 from forebay.kernels.operator import Operator, each_once, nbytes_of
-from forebay.kernels.operators import EXPERTS, MEAN_KEYS, find
+from forebay.kernels.operators import CHOOSE_TOKENS, EXPERTS, MEAN_KEYS, find
 from forebay.kernels.products.experts.operator import arguments_of
 from forebay.rewriter.ir.alignment import GATHER_NBYTES, PAGE_NBYTES, ROW_GAP_NBYTES, ROW_READ_NBYTES
 from forebay.rewriter.ir.operator_names import called
@@ -151,7 +152,7 @@ def work_time_s(item: Launch, times: Estimator, seen: Mapping[int, float]) -> fl
         work = _experts_work(item)
         return times.product_s(*work[:-1], nbytes=work.held)
     time_s = times.touch_s(touched_nbytes(item))
-    if operator is None and item.flops:  # torch's matmuls by heads, as around latents
+    if operator in (None, CHOOSE_TOKENS) and item.flops:  # torch's matmuls by heads, as around latents
         time_s = max(time_s, times.work_s(item.flops, 0.0))
     if operator is not None and operator.appends:
         values = sum(math.prod(ref.shape) for ref in _tensors(item) if ref.dtype not in ("uint8", "int64"))
@@ -274,6 +275,9 @@ def _attended(item: Launch, operator: Operator, seen: Mapping[int, float]) -> tu
     caches = tuple(replace(arg, shape=(*arg.shape[:2], there, arg.shape[3])) if arg in (k, v) else arg
                    for arg in item.args)
     cost = operator.cost(replace(item, args=caches))
+    if (chosen := chosen_of(item)) is not None:  # rows that each query reads for itself
+        rows = q.shape[0] * queries * min(there, chosen.shape[2])
+        return rows * math.prod(k.shape[1::2]) * dtype_itemsize(k.dtype), cost.flops, 0.0
     return nbytes * read / capacity, (cost.flops - cost.matmul_flops) * alike, cost.matmul_flops
 
 

@@ -20,7 +20,7 @@ from forebay.rewriter.ir.files import read_input
 from forebay.rewriter.ir.graph import CapturedModel, values_of, weight_name
 from forebay.rewriter.ir.printable import PrintableError
 from forebay.rewriter.ir.program import dtype_itemsize
-from forebay.rewriter.ir.state import KVState, LatentState, StateSpec, kv_states
+from forebay.rewriter.ir.state import IndexState, KVState, LatentState, StateSpec, kv_states
 from forebay.rewriter.one_thread import one_thread
 from forebay.rewriter.predict.layer_stages import (
     attention_stage,
@@ -305,7 +305,7 @@ def shape_from_graphs(captured: CapturedModel, name: str = "") -> ModelShape:
 
 def _kept_states(layer: Sequence[StateSpec]) -> tuple[KVState | LatentState | None, int]:
     """The rows that a layer keeps of each token, and bytes of a sequence that do not depend on its length."""
-    rows = [spec for spec in layer if spec.grows]
+    rows = [spec for spec in layer if spec.grows and not isinstance(spec, IndexState)]
     if not all(isinstance(spec, LatentState) for spec in rows):
         rows = list(kv_states([rows], "the model's shape"))
     return (rows[0] if rows else None), sum(spec.sequence_nbytes for spec in layer)  # type: ignore[return-value]

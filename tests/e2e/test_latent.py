@@ -94,12 +94,6 @@ def test_same_tokens_as_transformers_at_any_budget(saved: Saved, family: str) ->
         lm.close()
 
 
-def test_a_context_is_at_most_what_an_indexer_picks(saved: Saved) -> None:
-    folder, _ = saved("deepseek_v32")
-    with pytest.raises(PlanError, match=f"{PROMPT + NEW} positions"):
-        forebay.wrap(folder, "1MiB", prompt=PROMPT + NEW)
-
-
 def test_picks_of_experts_without_weights_read_nothing(saved: Saved, tmp_path: Path) -> None:
     """Of 11 choices 8 have weights: of its two picks a token reads 2 * 8/11 experts, less those that pools have."""
     folder, model = saved("longcat_flash")

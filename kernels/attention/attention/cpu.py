@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from forebay.kernels.attention.attention.reference import check, fail, first_seen, refuse_start, softmax_with
+from forebay.kernels.attention.chosen_rows import attend_chosen
 from forebay.kernels.attention.scoring import NOTHING, AttentionExtras
 from forebay.kernels.cpu_support import native
 
@@ -92,7 +93,7 @@ def _torch_piece(
     extras: AttentionExtras,
 ) -> None:
     """Queries q [B, H, S, D] at positions begin .. begin + S - 1 of every sequence, into out [B, S, H, D]."""
-    queries, (sinks, until) = q.shape[2], extras
+    queries, (sinks, until, _) = q.shape[2], extras
     low = max(0, first_seen(begin, window))
     end = begin + queries if until is None else int(until.max())
     k, v = k[:, :, low:end], v[:, :, low:end]
@@ -119,7 +120,7 @@ def _torch_attention(
     extras: AttentionExtras = NOTHING,
 ) -> None:
     """By torch, sequences of equal start together: nothing beyond a sequence's end is read, be it NaN or not."""
-    begins, (sinks, until) = _begins(q, k, start), extras
+    begins, (sinks, until, _) = _begins(q, k, start), extras
     if until is not None and bool(((until <= torch.arange(q.shape[2]) + start[:, None])
                                    | (until > start[:, None] + q.shape[2])).any()):
         fail("until", "must be after a query's own position, and within those of the step")
@@ -156,6 +157,11 @@ def bind_attention(
     _check_out(q, out)
     if start.device.type != "cpu" or q.device.type != "cpu":
         fail("q" if q.device.type != "cpu" else "start", "must be on the CPU")
+    if extras.chosen is not None:
+        if window or until is not None:
+            fail("chosen", "leaves no place for a window or for until")
+        return attend_chosen(q, k, v, start, extras.chosen, out, lambda q, k, v, start, out: bind_attention(
+            q, k, v, start, scale, window, softcap, out, AttentionExtras(sinks)))
     library = native.load()
     plain = all(t.stride(-1) == 1 or t.shape[-1] == 1 for t in (q, k, v, out))
     if library is None or not plain or until is not None or q.shape[3] > library.forebay_attention_max_head_dim():

@@ -7,7 +7,8 @@ step, as tokens of one image do. With softcap c > 0 a score x becomes c tanh(x /
 in the cache already. With a range of scores (FlashDecoding++Next, section III; `forebay calibrate` measures them) the
 GPU's partial softmaxes of one query share a maximum; the result is the same but for rounding. The C++ kernel
 (`attention.cpp`) reads every visible K and V once per 32 query rows and nothing beyond; without a compiler, and for
-several queries with `until`, torch's scaled dot product attention does the work.
+several queries with `until`, torch's scaled dot product attention does the work. With `chosen` [B, S, n] a query sees
+the positions that `forebay::choose_tokens` gave it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,14 @@ from torch import Tensor
 from forebay.kernels.attention.attention import cpu
 from forebay.kernels.attention.attention.onnx import attention as attention_onnx
 from forebay.kernels.attention.attention.reference import check, check_heads, reference
-from forebay.kernels.attention.costs import attention_cost, cpu_shape, gpu_refusal, gpu_workspace_nbytes
+from forebay.kernels.attention.costs import (
+    attention_cost,
+    chosen_of,
+    cpu_shape,
+    gathered_nbytes,
+    gpu_refusal,
+    gpu_workspace_nbytes,
+)
 from forebay.kernels.attention.scoring import HELD, AttentionExtras, Scoring, SoftmaxRange
 from forebay.kernels.define import define_operator
 from forebay.kernels.operator import Call, Use
@@ -26,6 +34,7 @@ from forebay.kernels.operator import Call, Use
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, start: Tensor, scale: float, window: int, softcap: float,
     phi: float = 0.0, low: float = 0.0, high: float = 0.0, sinks: Tensor | None = None, until: Tensor | None = None,
+    chosen: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """q [B, H, S, D], caches k and v [B, Hkv, L, D], start int64 [B] -> [B, S, H, D]; window 0 and softcap 0: none;
     a negative window: chunks. phi, low and high are a `SoftmaxRange`, by which a GPU computes one query (S = 1).
@@ -48,18 +57,20 @@ def _until(use: Use) -> Tensor | None:
 
 def _workspace(use: Use) -> int:
     shape = *cpu_shape(use), _until(use) is not None
-    return cpu.workspace_nbytes(*shape)
+    return cpu.workspace_nbytes(*shape) + gathered_nbytes(use)
 
 
 def _bind_cpu(use: Use) -> Call:
     q, k, v, start, scale, window, softcap = use.args[:7]
     return cpu.bind_attention(q, k, v, start, scale, window, softcap, use.out[0],
-                              AttentionExtras(_sinks(use), _until(use)))
+                              AttentionExtras(_sinks(use), _until(use), chosen_of(use)))
 
 
 def _bind_cuda(use: Use) -> Call:
     if _until(use) is not None:
         raise NotImplementedError("attention: tokens that see those after them are computed on the CPU alone")
+    if chosen_of(use) is not None:
+        raise NotImplementedError("attention: queries attend among chosen tokens on the CPU alone")
     from forebay.kernels.attention.decode_attention.gpu import bind_decode_attention_contiguous
     from forebay.kernels.attention.prefill_attention.gpu import bind_prefill_attention
 
@@ -78,7 +89,7 @@ ATTENTION = define_operator(
     bind={"cpu": _bind_cpu, "cuda": _bind_cuda},
     workspace={"cpu": _workspace, "cuda": gpu_workspace_nbytes},
     refusal={"cuda": gpu_refusal},
-    layouts={"start": "dense", "sinks": "dense", "until": "dense"},
+    layouts={"start": "dense", "sinks": "dense", "until": "dense", "chosen": "dense"},
     caches=("k", "v"),
     score_ranges=HELD,
     timed_as="attention",

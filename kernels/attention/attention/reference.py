@@ -8,6 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from forebay.kernels.attention.chosen_rows import check_chosen
 from forebay.kernels.attention.scoring import NOTHING, AttentionExtras
 from forebay.kernels.cpu_support import native
 
@@ -40,6 +41,8 @@ def reference(
     t = torch.arange(k.shape[2], device=q.device)
     end = position + 1 if extras.until is None else extras.until[:, None, :, None]
     hidden = (t >= end) | (t < first_seen(position, window))
+    if extras.chosen is not None:
+        hidden = hidden | ~(extras.chosen[..., None] == t).any(2)[:, None]
     weights = softmax_with(scores.masked_fill(hidden, -math.inf), extras.sinks)
     # What is beyond a sequence's end may be anything, NaN too: it must not be multiplied, not even by zero.
     unwritten = (t >= start[:, None] + q.shape[2])[:, None, :, None]
@@ -65,7 +68,8 @@ def check_heads(heads: int, kv_heads: int) -> None:
 
 
 def check(
-    q: Tensor, k: Tensor, v: Tensor, start: Tensor, sinks: Tensor | None = None, until: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, start: Tensor, sinks: Tensor | None = None, until: Tensor | None = None,
+    chosen: Tensor | None = None,
 ) -> None:
     """ValueError names the argument whose shape or dtype is wrong."""
     for tensor, name in ((q, "q"), (k, "k"), (v, "v")):
@@ -85,6 +89,8 @@ def check(
         fail("sinks", f"must be {q.dtype} of shape {(heads,)}, got {sinks.dtype} {tuple(sinks.shape)}")
     if until is not None and (until.dtype != torch.int64 or until.shape != (batch, q.shape[2])):
         fail("until", f"must be int64 of shape {(batch, q.shape[2])}, got {until.dtype} {tuple(until.shape)}")
+    if chosen is not None:
+        check_chosen("attention", q, chosen)
 
 
 def refuse_start(q: Tensor, k: Tensor, start: Tensor) -> None:

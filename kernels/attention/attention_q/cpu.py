@@ -10,6 +10,7 @@ from torch import Tensor
 
 from forebay.kernels.attention.attention import cpu as attention_cpu
 from forebay.kernels.attention.attention_q.reference import check, fail, refuse_start
+from forebay.kernels.attention.chosen_rows import attend_chosen
 from forebay.kernels.attention.scoring import Scoring
 from forebay.kernels.cache.kv_append_q import reference as kv_append_q
 from forebay.kernels.cpu_support import native
@@ -76,13 +77,14 @@ def bind_attention_q(
     bits: int,
     group: int,
     out: Tensor,
+    chosen: Tensor | None = None,
 ) -> Callable[[], None]:
     """A closure over CPU tensors that fills out [B, S, H, D] from their present contents, start's too.
 
     Strides and pointers are settled here, the closure keeps the tensors alive. ValueError for a wrong shape or dtype
     here, and for a start outside the cache at the call, before anything is written.
     """
-    check(q, k_cache, v_cache, start, bits, group)
+    check(q, k_cache, v_cache, start, bits, group, chosen)
     batch, heads, queries, dim = q.shape
     if out.shape != (batch, queries, heads, dim) or out.dtype != q.dtype:
         fail("out", f"must be {(batch, queries, heads, dim)} of {q.dtype}, got {tuple(out.shape)} of {out.dtype}")
@@ -90,6 +92,11 @@ def bind_attention_q(
     for tensor, name in zip(tensors, ("q", "k_cache", "v_cache", "start", "out"), strict=True):
         if tensor.device.type != "cpu":
             fail(name, f"must be on the CPU, got {tensor.device}")
+    if chosen is not None:
+        if scoring.window:
+            fail("chosen", "leaves no place for a window")
+        return attend_chosen(q, k_cache, v_cache, start, chosen, out, lambda q, k, v, start, out: bind_attention_q(
+            q, k, v, start, scoring, bits, group, out))
     library = native.load()
     plain = all(t.stride(-1) == 1 or t.shape[-1] <= 1 for t in (q, k_cache, v_cache, out))
     if library is None or not plain or dim > library.forebay_cache_max_head_dim() or q.numel() == 0:

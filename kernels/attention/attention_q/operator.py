@@ -14,7 +14,14 @@ from torch import Tensor
 
 from forebay.kernels.attention.attention_q import cpu
 from forebay.kernels.attention.attention_q.reference import check, reference
-from forebay.kernels.attention.costs import attention_cost, cpu_shape, gpu_refusal, gpu_workspace_nbytes
+from forebay.kernels.attention.costs import (
+    attention_cost,
+    chosen_of,
+    cpu_shape,
+    gathered_nbytes,
+    gpu_refusal,
+    gpu_workspace_nbytes,
+)
 from forebay.kernels.attention.scoring import HELD, Scoring, SoftmaxRange
 from forebay.kernels.define import define_operator
 from forebay.kernels.operator import Call, Use
@@ -22,10 +29,10 @@ from forebay.kernels.operator import Call, Use
 
 def _attention_q(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, start: Tensor, scale: float, window: int, softcap: float, bits: int,
-    group: int, phi: float = 0.0, low: float = 0.0, high: float = 0.0,
+    group: int, phi: float = 0.0, low: float = 0.0, high: float = 0.0, chosen: Tensor | None = None,
 ) -> Tensor:
     """q [B, H, S, D], packed caches uint8 [B, Hkv, L, R], start int64 [B] -> [B, S, H, D]; window 0, softcap 0: none.
-    phi, low and high as of `forebay::attention`.
+    phi, low, high and chosen as of `forebay::attention`.
 
     q and caches may be strided. ValueError names the argument that is wrong.
     """
@@ -36,7 +43,9 @@ def _attention_q(
 def _bind_cuda(use: Use) -> Call:
     from forebay.kernels.attention.attention_q.gpu import bind_attention_q as bind
 
-    return bind(*(*_bound(use), SoftmaxRange(*use.args[9:])))
+    if chosen_of(use) is not None:
+        raise NotImplementedError("attention_q: queries attend among chosen tokens on the CPU alone")
+    return bind(*(*_bound(use), SoftmaxRange(*use.args[9:12])))
 
 
 def _bound(use: Use) -> tuple[Any, ...]:
@@ -46,16 +55,17 @@ def _bound(use: Use) -> tuple[Any, ...]:
 
 ATTENTION_Q = define_operator(
     _attention_q,
-    check=lambda q, k_cache, v_cache, start, *how: check(q, k_cache, v_cache, start, *how[3:5]),
+    check=lambda q, k_cache, v_cache, start, *how: check(
+        q, k_cache, v_cache, start, *how[3:5], *how[8:]),
     reference=reference,
     cost=attention_cost,
-    bind={"cpu": lambda use: cpu.bind_attention_q(*_bound(use)), "cuda": _bind_cuda},
+    bind={"cpu": lambda use: cpu.bind_attention_q(*(*_bound(use), chosen_of(use))), "cuda": _bind_cuda},
     workspace={
-        "cpu": lambda use: cpu.workspace_nbytes(*cpu_shape(use)),
+        "cpu": lambda use: cpu.workspace_nbytes(*cpu_shape(use)) + gathered_nbytes(use),
         "cuda": lambda use: gpu_workspace_nbytes(use, *use.args[7:9]),
     },
     refusal={"cuda": gpu_refusal},
-    layouts={"k_cache": "columns", "v_cache": "columns", "start": "dense"},
+    layouts={"k_cache": "columns", "v_cache": "columns", "start": "dense", "chosen": "dense"},
     caches=("k_cache", "v_cache"),
     score_ranges=HELD,
     timed_as="attention",

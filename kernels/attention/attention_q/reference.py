@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from forebay.kernels.attention.attention import reference as attention_reference
+from forebay.kernels.attention.chosen_rows import check_chosen
 from forebay.kernels.cache.kv_append_q import reference as kv_append_q
 from forebay.kernels.cpu_support import native
 from forebay.kernels.formats import row_sizes
@@ -31,7 +32,9 @@ def fail(argument: str, problem: str) -> None:
     raise ValueError(f"attention_q: {argument} {problem}")
 
 
-def check(q: Tensor, k_cache: Tensor, v_cache: Tensor, start: Tensor, bits: int, group: int) -> None:
+def check(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, start: Tensor, bits: int, group: int, chosen: Tensor | None = None
+) -> None:
     """ValueError names the argument whose shape or dtype is wrong."""
     kv_append_q.check_format("attention_q", bits, group)
     if q.dim() != 4 or q.dtype not in native.DTYPES:
@@ -47,6 +50,8 @@ def check(q: Tensor, k_cache: Tensor, v_cache: Tensor, start: Tensor, bits: int,
         fail("v_cache", f"must have k_cache's shape {tuple(k_cache.shape)}, got {tuple(v_cache.shape)}")
     if start.dtype != torch.int64 or start.shape != (batch,):
         fail("start", f"must be int64 of shape {(batch,)}, got {start.dtype} {tuple(start.shape)}")
+    if chosen is not None:
+        check_chosen("attention_q", q, chosen)
 
 
 def refuse_start(q: Tensor, k_cache: Tensor, start: Tensor) -> None:
