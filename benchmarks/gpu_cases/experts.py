@@ -56,10 +56,10 @@ def assign_work(place: Place, tokens: int) -> Work:
     drawn = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(tokens)).argsort(1)
     index = drawn[:, :picks].contiguous().to(place.device)
     state, told = (torch.zeros(n, dtype=torch.int64, device=place.device) for n in (sizes.numbers, sizes.told))
-    call = bind_assign_slots(index, state, told, *sizes)
+    call = bind_assign_slots(index, state, told, sizes)
 
     def verify() -> float:
-        want = slot.reference(index.cpu(), state.cpu(), *sizes)
+        want = slot.reference(index.cpu(), state.cpu(), sizes)
         call()
         return float(sum((got.cpu() != each).sum() for got, each in zip((state, told), want, strict=True)))
 

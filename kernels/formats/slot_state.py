@@ -7,8 +7,13 @@ its rounds the expert to fetch into each slot (-1: it keeps what it holds), and 
 
 Round 0 has the experts that are in slots, and fetches none. The others come in the rounds after it: in a few, where
 there is a slot for each expert that a step may name, and all are fetched at once. The first of these rounds have the
-most, because nothing is read while the last one is computed. With fewer slots a round fetches half as many experts as
-there are slots, while the round before it is computed; with one slot, each after the other.
+most, because nothing is read while the last one is computed. With fewer slots a round fetches at most half as many
+experts as there are slots, while the round before it is computed; with one slot, each after the other. Rounds share the
+experts evenly, as far as slots are free, so that the last one is short.
+
+A step may also read experts before it names any: those that a list names, into memory of their own. What is told ends
+with where each of them begins there (-1: it is not named, or in no such slot), and with the list of the next step:
+those that were named most often of late, and are in no slot (-1: there are no more).
 
 A GPU fetches in order, so that no fetch ends before one that began earlier. There all experts come in one round, while
 round 0 is computed. With fewer slots a round fetches into all of them, after the round before it was computed.
@@ -23,13 +28,14 @@ FETCHED = 3  # rounds in which experts come where there is a slot for each
 
 
 class SlotState(NamedTuple):
-    """The sizes of a state: slots, experts of the table, and how many of these a step names at most; and whether the
-    fetches run in order."""
+    """The sizes of a state: slots, experts of the table, and how many of these a step names at most; whether the
+    fetches run in order; and experts that are read `ahead` of what names them."""
 
     slots: int
     experts: int
     named: int
     in_order: bool = False
+    ahead: int = 0
 
     @property
     def numbers(self) -> int:
@@ -43,7 +49,9 @@ class SlotState(NamedTuple):
 
     @property
     def most(self) -> int:
-        """Experts that a round fetches where rounds share slots."""
+        """Experts that a round fetches at most."""
+        if self.at_once:
+            return self.named
         return self.slots if self.in_order else max(1, self.slots // 2)
 
     @property
@@ -63,12 +71,17 @@ class SlotState(NamedTuple):
     @property
     def told(self) -> int:
         """How many numbers tell a step."""
+        return self.entries_ahead + (self.experts + self.ahead if self.ahead else 0)
+
+    @property
+    def entries_ahead(self) -> int:
+        """The offset of the numbers that say where each expert begins that was read ahead."""
         return (1 + self.rounds) * self.numbers
 
     @property
     def nbytes(self) -> int:
-        """Bytes of both rows."""
-        return (self.numbers + self.told) * ITEMSIZE
+        """Bytes of the list, and of both rows."""
+        return (self.ahead + self.numbers + self.told) * ITEMSIZE
 
     def want(self, number: int) -> int:
         """Return the offset of a round's experts to fetch, one for each slot, in the step's index tensor."""
@@ -79,6 +92,6 @@ class SlotState(NamedTuple):
         return self.want(number) + self.slots
 
 
-def slot_state(slots: int, experts: int, picks: int, in_order: bool = False) -> SlotState:
+def slot_state(slots: int, experts: int, picks: int, in_order: bool = False, ahead: int = 0) -> SlotState:
     """The sizes for steps that make so many picks among experts."""
-    return SlotState(slots, experts, min(experts, picks), in_order)
+    return SlotState(slots, experts, min(experts, picks), in_order, ahead)

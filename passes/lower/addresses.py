@@ -18,8 +18,9 @@ from forebay.rewriter.ir.state import StateInput
 # A symbol stands in place of an arena where the address is known only when a layer is stamped: "?w3" is the memory that
 # the graph's placeholder 3 stands for, "?t2" the tile that its fetch number 2 brings, "?ax" the planned buffer x of the
 # micro-batch whose turn it is, "?g1" the weight that its gather number 1 brings ahead, "?p3" and "?r3" the pool of
-# placeholder 3, a table of experts, and what is known of it, "?e" what experts gave, which all layers share.
-WEIGHT, TILE, ACTIVATION, GATHERED, POOL, ROUTING, RESULTS = "?w", "?t", "?a", "?g", "?p", "?r", "?e"
+# placeholder 3, a table of experts, and what is known of it, "?e" what experts gave, and "?h" memory of those that are
+# read ahead; all layers share these two.
+WEIGHT, TILE, ACTIVATION, GATHERED, POOL, ROUTING, RESULTS, AHEAD = "?w", "?t", "?a", "?g", "?p", "?r", "?e", "?h"
 Address = tuple[str, int, str]  # arena, byte address, buffer name
 Symbols = Mapping[str, Address]
 

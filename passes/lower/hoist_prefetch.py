@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from forebay.rewriter.ir.cache_layout import CACHE_STAGING, OPERANDS
-from forebay.rewriter.ir.draft import Draft, Evict, Fetch, Free, Store
+from forebay.rewriter.ir.draft import Draft, Evict, Fetch, Free, Lookup, Store
 from forebay.rewriter.ir.plan import Plan, PlanError
+from forebay.rewriter.ir.program import Launch
+from forebay.rewriter.ir.schedule.routed_fetch import AHEAD
 
 
 def hoist_prefetch(draft: Draft, plan: Plan) -> None:
-    """Move every Fetch up to the Free that lets it start.
+    """Move every Fetch up to the Free that lets it start, and Lookups of experts ahead of the router that names them.
 
     Weights: number j stands behind Free number j - lead, in order, and never before its slot's last contents are free.
     The first `lead` of them become the prologue, and stand again at the end of the step, for the next one; where some
@@ -18,9 +20,26 @@ def hoist_prefetch(draft: Draft, plan: Plan) -> None:
     Cache: what is loaded is named by inputs of the step, so the first loads stand at its top, and each other where its
     slot is given back. That is a turn later than it was, if there are slots for it, so that stores have a turn's time.
     Loads whose rows a launch of the step names stay where they are.
+
+    Experts: those that a layer reads ahead stand after all lookups of the layer before, and after its product with what
+    their memory held. Those of the first layer stand at the top of the step.
     """
+    _hoist_experts(draft)
     _hoist_weights(draft, plan)
     _hoist_cache(draft, plan.schedule.batching.cache.slots)
+
+
+def _hoist_experts(draft: Draft) -> None:
+    items: list = []
+    after = 0
+    for item in draft.items:
+        if isinstance(item, Lookup) and item.span.buffer == AHEAD:
+            items.insert(after, item)
+            continue
+        items.append(item)
+        if isinstance(item, Lookup) or (isinstance(item, Launch) and any(s.buffer == AHEAD for s in item.reads)):
+            after = len(items)
+    draft.items = items
 
 
 def _hoist_weights(draft: Draft, plan: Plan) -> None:

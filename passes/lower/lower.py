@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from forebay.passes.lower.addresses import (
+    AHEAD,
     GATHERED,
     POOL,
     RESULTS,
@@ -207,9 +208,9 @@ class _Lowering:
             elif isinstance(mark, StateInput):
                 b = self.buffers[state_name(mark.tensor, mark.layer)]
                 cache[symbol] = (b.arena, b.offset, b.name), b.nbytes // self.count
-        results = self.buffers.get(routed_fetch.RESULTS)
-        if results is not None:
-            symbols[RESULTS] = results.arena, results.offset, results.name
+        for symbol, name in ((RESULTS, routed_fetch.RESULTS), (AHEAD, routed_fetch.AHEAD)):
+            if (b := self.buffers.get(name)) is not None:
+                symbols[symbol] = b.arena, b.offset, b.name
         return _Stamp(layer, symbols, names, cache, staged)
 
     # -- stamping
@@ -315,7 +316,7 @@ class _Lowering:
         index, out = settled(entry.index, symbols), settled(entry.out, symbols)
         table, pooled = self._away(name, 0, entry.rows * row_nbytes), entry.tokens > 0
         missed = self.plan.schedule.routed.missed(entry.rows, entry.picks, entry.tokens) if pooled else 0.0
-        typical = min(1.0, missed / entry.rounds / index.shape[0]) if pooled else 1.0
+        typical = min(1.0, missed / entry.rounds / index.shape[0]) if pooled and entry.rounds else 1.0
         source = Rows(table, row_nbytes, index, skips=pooled, typical=typical, keeps=pooled,
                       apart=routed_fetch.expert_room(row_nbytes) if pooled and not self.plan.schedule.host_hop else 0,
                       spares=settled(entry.spares, symbols))

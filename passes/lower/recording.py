@@ -36,7 +36,7 @@ class Recorded:
 class Gather:
     """A row lookup to be stamped: rows named by `index`, of the weight [rows, ...] of symbol `table`, to `out`. Of
     experts, of which `out` keeps those that are not named, so many tokens make so many `picks` each; so many `rounds`
-    have such lookups. `spares` as of `Rows`."""
+    have such lookups (0: it reads as many as it may). `spares` as of `Rows`."""
 
     number: int
     table: str  # a symbol
@@ -212,8 +212,11 @@ class Recorder:
     def _experts_from_pool(self, node: fx.Node) -> None:
         self._arrive(*node.all_input_nodes)
         pooled = PooledExperts(node, self.addresses)
+        rounds, pool, listed = list(pooled.rounds()), pooled.pool(), pooled.listed()
+        if listed is not None:
+            self.entries.append(Gather(self.found, pooled.source, pooled.experts, listed, pooled.memory_ahead(),
+                                        pooled.tokens, rounds=0))
         self._add(self.launches.counted(ASSIGN_SLOTS, pooled.assign()))
-        rounds, pool = list(pooled.rounds()), pooled.pool()
         for behind in range(-1, len(rounds)):
             if behind >= 0:
                 if rounds[behind].want is not None:
@@ -223,6 +226,10 @@ class Recorder:
                 Gather(self.found + i, pooled.source, pooled.experts, each.want, pool, pooled.tokens, pooled.own_picks,
                        len(rounds) - 1, each.spares)
                 for i, each in enumerate(rounds) if each.want is not None and max(-1, each.after) == behind]
+            if listed is not None and behind == min(1, len(rounds) - 2):  # launches that free slots come first
+                self.entries += [Found(self.found)] if not behind else []  # round 1 waits for all issued before it
+                self._add(self.launches.counted(EXPERTS, pooled.come_ahead()))
+                self._add(pooled.list_next())
         self.found += len(rounds)
 
     def _arrive(self, *nodes: fx.Node) -> None:

@@ -91,7 +91,7 @@ def _replace_lookup(graph: fx.Graph, user: fx.Node, weight: fx.Node) -> fx.Node:
 
 
 def _replace_experts(graph: fx.Graph, user: fx.Node, slots: int, schedule: Schedule) -> fx.Node:
-    how = slots, float(schedule.routed.hit_rate), schedule.host_hop
+    how = slots, float(schedule.routed.hit_rate), schedule.routed.ahead, schedule.host_hop
     with graph.inserting_before(user):
         out = _call(graph, user, ops.experts_from_pool, (*user.args[:4], *how, *user.args[4:]), user.meta["val"],
                     user.name + STREAMED)

@@ -76,11 +76,11 @@ def experts_tile(
 
 def experts_from_pool(
     x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, table: torch.Tensor, slots: int,
-    hit_rate: float, hop: bool, *form: Any,
+    hit_rate: float, ahead: int, hop: bool, *form: Any,
 ) -> torch.Tensor:
     """Apply the experts of `table` to x [..., H]. Only experts that `index` names move, into a pool of `slots` that
-    keeps them, and where a share `hit_rate` of them is expected to lie; with `hop` by way of host memory. `form` as of
-    `experts_tile`."""
+    keeps them, and where a share `hit_rate` of them is expected to lie, and so many that are read `ahead`; with `hop`
+    by way of host memory. `form` as of `experts_tile`."""
     return torch.ops.forebay.experts(x, index, weights, table, *form)  # type: ignore[no-any-return]
 
 

@@ -20,7 +20,7 @@ from forebay.rewriter.ir.program import (
     WRITE,
     dtype_itemsize,
 )
-from forebay.rewriter.ir.schedule.routed_fetch import hits_within
+from forebay.rewriter.ir.schedule.routed_fetch import POOL, hits_within
 from forebay.rewriter.ir.shared_draft import COPY_STANDS
 from forebay.rewriter.predict.estimator import side_by_side_s
 
@@ -130,7 +130,7 @@ def _of_experts(plan: Plan, compute: float) -> list[str]:
     lanes["CPU"] = busy.get(ATTEND, 0.0) if any(w.on_host for w in plan.weights) else 0.0
     lane = max(lanes, key=lanes.__getitem__)
     routed = plan.schedule.routed
-    pools = sum(b.nbytes for b in plan.buffers if b.kind == "pool")
+    pools = sum(b.nbytes for b in plan.buffers if b.name.endswith(POOL))
     tables = sum(w.nbytes for w in plan.weights if w.pool_slots)
     elsewhere = sum(w.nbytes for w in plan.weights if w.routed) - pools
     then = hits_within(routed.measured, min(1.0, 2 * (pools / tables if routed.measured else routed.hit_rate)))

@@ -12,7 +12,7 @@ from forebay.rewriter.ir.byte_sizes import format_nbytes
 from forebay.rewriter.ir.plan import ARENAS, MOVING, Budget, BufferPlacement, Plan, PlanError, Prediction, Workload
 from forebay.rewriter.ir.products import Shape
 from forebay.rewriter.ir.program import Launch
-from forebay.rewriter.ir.schedule.routed_fetch import POOL, pool_room
+from forebay.rewriter.ir.schedule.routed_fetch import AHEAD, POOL, pool_room
 from forebay.rewriter.planning.arena_layout import slot_stride
 from forebay.rewriter.planning.expert_pools import expert_buffers, is_table
 from forebay.rewriter.planning.features.table import FEATURES
@@ -181,6 +181,11 @@ def _check_schedule(plan: Plan, needs: ModelNeeds) -> None:
     s = plan.schedule
     if s.host_hop != needs.host_hop:
         raise PlanError(f"plan.schedule.host_hop: it must be {str(needs.host_hop).lower()} on this device; plan again")
+    pooled = {w.name for w in plan.weights if w.pool_slots}
+    room = max((pool_room(u.nbytes // u.rows, s.host_hop) for u in needs.uses if u.name in pooled), default=0)
+    if (nbytes := sum(b.nbytes for b in plan.buffers if b.name == AHEAD)) != s.routed.ahead * room:
+        raise PlanError(f"plan.schedule.routed.ahead: {s.routed.ahead} experts of {room} bytes are not the {nbytes} "
+                        f"bytes of what plan.buffers has of the name {AHEAD}; plan again")
     for feature, settings in asdict(s.batching).items():
         record = getattr(needs.batching, feature)
         for name, there in settings.items() if isinstance(settings, dict) else ():

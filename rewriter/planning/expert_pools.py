@@ -11,6 +11,7 @@ from forebay.rewriter.ir.alignment import ALIGNMENT, PAGE_NBYTES, aligned
 from forebay.rewriter.ir.plan import Plan, PlanError
 from forebay.rewriter.ir.program import dtype_itemsize
 from forebay.rewriter.ir.schedule.routed_fetch import (
+    AHEAD,
     LANDING,
     OPERANDS,
     POOL,
@@ -25,6 +26,8 @@ from forebay.rewriter.planning.model_needs import ModelNeeds, WeightUse
 from forebay.rewriter.predict.closed_form import Rates
 
 NUMBER_NBYTES = 4  # of a number of a token, and of one that a pick gives, at most
+LIKELY = 0.5  # of experts that are read ahead of a router, it must be likely to name so many
+AHEAD_SHARES = (1 / 16, 1 / 8, 1 / 4)  # of a table: as many as are read while none can be read by name
 GAIN = 0.8  # by name a step reads at most this share of a table: what it reads has less to run beside than tiles have
 
 
@@ -44,17 +47,20 @@ def named_of(use: WeightUse, tokens: int) -> float:
 
 
 def pool_buffers(
-    slots_of: Iterable[tuple[WeightUse, int]], tokens: int, hop: bool = False
+    slots_of: Iterable[tuple[WeightUse, int]], tokens: int, hop: bool = False, ahead: int = 0
 ) -> Iterator[tuple[str, str, int]]:
     """Names, kinds and bytes of the buffers of the pools of tables, for steps over at most so many tokens in all: their
-    slots, their states, behind places of experts in them unless there is a `hop`, and what picks give."""
-    most = 0
+    slots, their states, behind places of experts in them unless there is a `hop`, what picks give, and so many experts
+    of one table that are read `ahead`."""
+    most = room = 0
     for use, slots in slots_of:
-        picks = picks_of(use) * tokens
-        most = max(most, picks * use.outputs * NUMBER_NBYTES)
-        yield use.name + POOL, "pool", slots * pool_room(use.nbytes // use.rows, hop)
+        picks, entry = picks_of(use) * tokens, pool_room(use.nbytes // use.rows, hop)
+        most, room = max(most, picks * use.outputs * NUMBER_NBYTES), max(room, ahead * entry)
+        yield use.name + POOL, "pool", slots * entry
         places = 0 if hop else use.rows * ITEMSIZE
-        yield use.name + ROUTING, "routing", places + slot_state(slots, use.rows, picks, hop).nbytes
+        yield use.name + ROUTING, "routing", places + slot_state(slots, use.rows, picks, hop, ahead).nbytes
+    if room:
+        yield AHEAD, "pool", room
     if most:
         yield RESULTS, "routing", -(-most // ITEMSIZE) * ITEMSIZE
 
@@ -64,7 +70,7 @@ class ExpertPools:
     """The tables that may have pools, all of as many slots, and the tokens in all of each step that may read experts by
     name, by its tokens per sequence; of decode steps first. Hits as they were `measured` (`hits_within`). With `hop`
     experts come from host memory, where tables lie, or by way of it; the host computes with those `on_host`, for which
-    it takes a `workspace`."""
+    it takes a `workspace`. So many experts are read `ahead` of a router."""
 
     tables: tuple[WeightUse, ...]
     tokens: Mapping[int, int]
@@ -72,13 +78,25 @@ class ExpertPools:
     hop: bool = False
     on_host: tuple[WeightUse, ...] = ()
     workspace: int = 0
+    ahead: int = 0
 
-    def beside(self, whole: int, on_host: int = 0) -> ExpertPools:
+    def beside(self, whole: int, on_host: int = 0, ahead: int = 0) -> ExpertPools:
         """The pools where so many of the tables lie on the device as they are, and the host computes with so many of
-        the others, each spread evenly."""
+        the others, each spread evenly, and so many experts are read `ahead`."""
         rest = _spread(self.tables, whole)[1]
         there, pooled = _spread(rest, on_host)
-        return replace(self, tables=pooled, on_host=there)
+        return replace(self, tables=pooled, on_host=there, ahead=ahead)
+
+    def ahead_counts(self, asked: int | None) -> list[int]:
+        """Return how many experts may be read ahead of a router: as many as were `asked` for; else none, and shares of
+        a table where decode steps name most of it."""
+        if self.hop or not self.tables:
+            return [0]
+        if asked is not None:
+            return [asked]
+        likely = all(named_of(u, self.tokens[1]) >= LIKELY * u.rows for u in self.tables)
+        least = min(u.rows for u in self.tables)
+        return sorted({0, *(int(share * least) for share in AHEAD_SHARES if likely)})
 
     @property
     def on_host_nbytes(self) -> int:
@@ -154,12 +172,13 @@ class ExpertPools:
         hits = hits_within(self.measured, slots / max(u.rows for u in self.tables)) if slots else 0.0
         steps = [size for size, tokens in self.tokens.items() if size == 1 or all(
             (1 - hits) * named_of(u, tokens) <= GAIN * u.rows for u in (*self.tables, *self.on_host))]
-        return RoutedFetch(tuple(sorted(steps)), hits, self.measured if slots else ())
+        return RoutedFetch(tuple(sorted(steps)), hits, self.measured if slots else (), self.ahead if slots else 0)
 
     def nbytes(self, slots: int) -> int:
         """Bytes of the device that pools of so many slots take."""
         tokens = max(self.tokens[size] for size in self.routed(slots).steps)
-        return sum(aligned(n) for *_, n in pool_buffers([(u, slots) for u in self.tables], tokens, self.hop))
+        return sum(aligned(n) for *_, n in pool_buffers(
+            [(u, slots) for u in self.tables], tokens, self.hop, self.ahead))
 
     def landing_nbytes(self, slots: int) -> int:
         """Bytes of host memory in which experts of a file land on their way to a pool."""
@@ -175,7 +194,13 @@ class ExpertPools:
     def read_nbytes(self, slots: int, size: int) -> float:
         """Bytes that a step is expected to read of experts by name."""
         routed = self.routed(slots)
-        return sum(u.nbytes / u.rows * routed.missed(u.rows, u.share * u.rows, self.tokens[size]) for u in self.tables)
+        return self.ahead_nbytes + sum(
+            u.nbytes / u.rows * routed.missed(u.rows, u.share * u.rows, self.tokens[size]) for u in self.tables)
+
+    @property
+    def ahead_nbytes(self) -> float:
+        """Bytes that a step reads ahead of routers."""
+        return sum(u.nbytes / u.rows * self.ahead for u in self.tables)
 
 
 def _spread(tables: tuple[WeightUse, ...], some: int) -> tuple[tuple[WeightUse, ...], tuple[WeightUse, ...]]:
@@ -220,8 +245,9 @@ def expert_buffers(plan: Plan, needs: ModelNeeds) -> Iterator[tuple[str, str, st
         if abs(hits - routed.hit_rate) > 1e-6:
             raise PlanError(f"plan.schedule.routed.hit_rate: {routed.hit_rate} is not {hits}, which {w.pool_slots} "
                             "slots (plan.weights[].pool_slots) have by plan.schedule.routed.measured; plan again")
+    each = pool_buffers([(uses[w.name], w.pool_slots) for w in pools], tokens, hop, routed.ahead)
     found = [(name, kind, "device", nbytes, ALIGNMENT if kind == "routing" or nbytes % PAGE_NBYTES else PAGE_NBYTES)
-             for name, kind, nbytes in pool_buffers([(uses[w.name], w.pool_slots) for w in pools], tokens, hop)]
+             for name, kind, nbytes in each]
     yield from sorted(found, key=lambda buffer: -buffer[-1])  # whole pages first, where they leave no gap
     landing = max((w.pool_slots * (w.nbytes // uses[w.name].rows) for w in pools if w.tier == "disk"), default=0)
     if hop and landing:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from forebay.rewriter.ir.plan import Workload
 from forebay.rewriter.planning.options import Options
 
-FORCED = ("slots", "slot_nbytes", "policy", "weight_shares", "expert_slots", "cpu_experts", "prefill_chunk")
+FORCED = (
+    "slots", "slot_nbytes", "policy", "weight_shares", "expert_slots", "experts_ahead", "cpu_experts", "prefill_chunk")
 
 
 def forceable(options: Options) -> list[str]:

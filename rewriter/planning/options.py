@@ -147,6 +147,9 @@ class Options:
     expert_slots: int | None = field(default=None, metadata=option(
         COUNT, "Experts of each layer that stay in memory; decode steps read the missing ones (0: tables stream whole)",
         WEIGHTS, otherwise=PLANNER, planned=lambda plan: max(w.pool_slots for w in plan.weights)))
+    experts_ahead: int | None = field(default=None, metadata=option(
+        COUNT, "Experts of each layer that decode steps read before its router has picked (0: none); not on a GPU",
+        WEIGHTS, otherwise=PLANNER, planned=lambda plan: plan.schedule.routed.ahead))
     cpu_experts: int | None = field(default=None, metadata=option(
         COUNT, "Layers whose experts the CPU computes in decode steps, from host memory, instead of the GPU (0: "
         "none)", WEIGHTS, otherwise=PLANNER, planned=lambda plan: sum(w.on_host for w in plan.weights)))

@@ -40,6 +40,8 @@ def make_plan(needs: ModelNeeds, budget: Budget, workload: Workload, options: Op
     needs.refuse_chosen_blocks()
     if options.cpu_experts and not needs.host_hop:
         raise PlanError(f"cpu_experts={options.cpu_experts}: without a GPU the CPU computes all experts; leave it out")
+    if options.experts_ahead and needs.host_hop:
+        raise PlanError(f"experts_ahead={options.experts_ahead}: with a GPU no experts are read ahead; leave it out")
     kinds, held = kinds_of(needs, workload, options.expert_hits), needs.host_nbytes
     if budget.host is not None and held > budget.host:
         raise PlanError(f"budget.host: {format_nbytes(budget.host)} cannot hold the {format_nbytes(held)} ({held} "
@@ -113,7 +115,7 @@ def smallest_budget(needs: ModelNeeds, workload: Workload, options: Options) -> 
 
 def refuse_forced(needs: ModelNeeds, budget: Budget, workload: Workload, options: Options) -> None:
     """Raise PlanError, naming what is forced, for a budget that would be enough without it."""
-    for name in ("expert_slots", "cpu_experts"):
+    for name in ("expert_slots", "experts_ahead", "cpu_experts"):
         if (asked := getattr(options, name)) and not any(map(is_table, needs.uses)):
             raise PlanError(f"{name}={asked}: the model has no experts that steps could read by name; leave it out")
     free, _ = smallest_budget(needs, workload, make_options(dict.fromkeys(forceable(options)), options))
@@ -160,7 +162,7 @@ def _candidates(
             if left < 0 or (options.weight_shares is not None and not (
                     left >= most and _host_room(needs, budget, fit) == host_most)):
                 continue
-            by_name = options.expert_slots or options.cpu_experts
+            by_name = options.expert_slots or options.experts_ahead or options.cpu_experts
             if not stays and not by_name and _reads_in_place(needs, kinds, budget, fit):
                 yield replace(fit, in_place=True)
             if stays or (slots and not by_name):
@@ -249,7 +251,7 @@ def _resident(kinds: WeightKinds, fit: ChunkRoom) -> set[str]:
     """Names of the weights that stay on the device."""
     chosen = {u.name for u in kinds.pinned}
     if not fit.all_stay:
-        pools = kinds.pools.beside(fit.whole, fit.on_host)
+        pools = kinds.pools_of(fit)
         chosen |= {u.name for u in kinds.pools.tables} - {u.name for u in (*pools.tables, *pools.on_host)}
         return chosen | {u.name for u in spread_resident(kinds.streaming(fit.by_name), fit.room)}
     chosen |= {u.name for u in kinds.products}
@@ -283,7 +285,7 @@ def _host_room(needs: ModelNeeds, budget: Limits, fit: ChunkRoom) -> int:
 def _host_tables(kinds: WeightKinds, fit: ChunkRoom, room: int) -> tuple[int, int]:
     """Divide host memory between tables that have pools and other weights: what is left where no experts land on their
     way from disk."""
-    pools = kinds.pools.beside(fit.whole, fit.on_host)
+    pools = kinds.pools_of(fit)
     room -= pools.on_host_nbytes
     if not fit.pool_slots or not pools.hop:
         return 0, room
@@ -297,7 +299,7 @@ def _planned(
     fit: ChunkRoom,
 ) -> Plan:
     """The plan that spends the budget as `fit` says."""
-    resident, pools = _resident(kinds, fit), kinds.pools.beside(fit.whole, fit.on_host)
+    resident, pools = _resident(kinds, fit), kinds.pools_of(fit)
     weights = [place_weight(u, u.name in resident, fit, needs.weight_tier, u in pools.on_host) for u in needs.uses]
     tables, rest = _host_tables(kinds, fit, _host_room(needs, budget, fit))
     whole = {u.name for u in kinds.products} if fit.in_place else ()

@@ -9,13 +9,14 @@ from functools import cached_property
 
 from forebay.rewriter.ir.alignment import PAGE_NBYTES, aligned
 from forebay.rewriter.ir.plan import Workload
-from forebay.rewriter.ir.program import ATTEND, DISK, UPLOAD
+from forebay.rewriter.ir.program import ATTEND, COMPUTE, DISK, UPLOAD
 from forebay.rewriter.planning.expert_pools import ExpertPools, pools_of
 from forebay.rewriter.planning.model_needs import ModelNeeds, WeightUse
 from forebay.rewriter.planning.options import Options
 from forebay.rewriter.planning.tiles import tile_count
 from forebay.rewriter.predict.closed_form import Rates
 
+AHEAD_BESIDE = 0.5  # of a step's computation; experts that are read by name come during the rest of it
 SMALL_NBYTES = 64 << 10  # below this a copy costs more in latency (~0.1 ms) than in bytes
 
 
@@ -46,6 +47,10 @@ class WeightKinds:
         """The products that may have a place in memory as a whole, where there are pools or none."""
         return self.dense if pools else self.products
 
+    def pools_of(self, fit: ChunkRoom) -> ExpertPools:
+        """The pools that there are where the budget is spent as `fit` says."""
+        return self.pools.beside(fit.whole, fit.on_host, fit.ahead)
+
     def tiles(self, slot_nbytes: int) -> int:
         """Copies that all products take through slots of this size."""
         return sum(count * -(-nbytes // slot_nbytes) for nbytes, count in self.sizes)
@@ -75,8 +80,8 @@ def _pinned(u: WeightUse) -> bool:
 class ChunkRoom:
     """The room that one prefill chunk leaves: `room` bytes for resident weights beside staging slots and pools of so
     many slots; without staging slots nothing streams. Of the tables of experts `whole` lie on the device beside pools,
-    and the host computes with `on_host` where they lie. Host memory holds at most `host_most` bytes of weights. The
-    device reads them `in_place`, or they are copied."""
+    and the host computes with `on_host` where they lie; `ahead` experts are read before a router names any. Host memory
+    holds at most `host_most` bytes of weights. The device reads them `in_place`, or they are copied."""
 
     chunk: int
     room: int
@@ -86,6 +91,7 @@ class ChunkRoom:
     whole: int = 0
     host_most: int = 1 << 60
     on_host: int = 0
+    ahead: int = 0
     in_place: bool = False
 
     @property
@@ -121,11 +127,14 @@ def with_pools(
         if not pools.tables or options.expert_slots == 0:
             continue
         lands = pools.tables_nbytes > left_there
-        most, counts = pools.slots_within(max(0, room - dense), 1), pools.least_slots()
-        for slots in dict.fromkeys([options.expert_slots] if options.expert_slots else (max(n, most) for n in counts)):
-            if (slots <= pools.most_slots and (left := room - pools.nbytes(slots)) >= 0
-                    and (not lands or pools.landing_nbytes(slots) <= left_there)):
-                yield replace(fit, room=left, pool_slots=slots, whole=whole, on_host=on_host)
+        for ahead in known.ahead_counts(options.experts_ahead):
+            pools = known.beside(whole, on_host, ahead)
+            most, counts = pools.slots_within(max(0, room - dense), 1), pools.least_slots()
+            for slots in dict.fromkeys(
+                    [options.expert_slots] if options.expert_slots else (max(n, most) for n in counts)):
+                if (slots <= pools.most_slots and (left := room - pools.nbytes(slots)) >= 0
+                        and (not lands or pools.landing_nbytes(slots) <= left_there)):
+                    yield replace(fit, room=left, pool_slots=slots, whole=whole, on_host=on_host, ahead=ahead)
 
 
 @dataclass(frozen=True)
@@ -144,7 +153,7 @@ class StepStreams:
     @cached_property
     def pools(self) -> ExpertPools:
         """The pools that there are."""
-        return self.kinds.pools.beside(self.fit.whole, self.fit.on_host)
+        return self.kinds.pools_of(self.fit)
 
     @property
     def in_place(self) -> float:
@@ -178,13 +187,16 @@ class StepStreams:
                 ATTEND: self.pools.host_s(self.rates, tokens) if self._by_name(tokens) else 0.0}
 
     def step_time_s(self, tokens: int) -> float:
-        """Seconds of a step; at most, as if nothing were computed while experts are read by name, layer by layer."""
+        """Seconds of a step; at most, as if nothing were computed while experts are read by name, layer by layer, but
+        while they are read ahead."""
         nbytes, copies, held = self.moved(tokens)
         reads = len(self.pools.tables) if self._by_name(tokens) else 0
         share = self.tables_held / self.pools.tables_nbytes if reads else 0.0
         latency_s = (1 - share) * self.rates.latency_s + self.pools.hop * self.rates.upload_latency_s
+        beside = min(self.pools.ahead_nbytes / self.rates.bytes_per_s if reads else 0.0,
+                     AHEAD_BESIDE * self.rates.busy_s(tokens, 0, 0)[COMPUTE])
         return (self.rates.step_time_s(tokens, nbytes, copies, self.fit.slots, held, self.in_place)
-                + sum(self.named_s(tokens).values()) + reads * latency_s)
+                + sum(self.named_s(tokens).values()) - beside + reads * latency_s)
 
     def _by_name(self, tokens: int) -> bool:
         return self.fit.by_name and tokens in self.pools.routed(self.fit.pool_slots).steps

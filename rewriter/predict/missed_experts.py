@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 
 from forebay.kernels import operators
 from forebay.kernels.formats.slot_state import ITEMSIZE, SlotState
-from forebay.rewriter.ir.program import Copy, Item, Launch, Program, Rows, TensorRef
+from forebay.rewriter.ir.program import Copy, Item, Launch, Program, Rows, Span, TensorRef
+from forebay.rewriter.ir.schedule.routed_fetch import AHEAD
 
 CASES = 4  # equally likely numbers of missing experts, each the mean of a quarter of them
 
@@ -24,7 +25,7 @@ def by_missed_experts(program: Program) -> list[Program]:
     nothing of one layer is read beside another.
     """
     pools = _pools_of(program)
-    if all(pool.hit_rate == 1 or not pool.named for pool in pools.values()):
+    if all(pool.there_rate == 1 or not pool.named for pool in pools.values()):
         return [program]
     return [replace(program, step=tuple([_in_case(item, pools, case) for item in program.step]))
             for case in range(CASES)]
@@ -51,24 +52,32 @@ def missed_in_cases(named: int, hit_rate: float) -> tuple[float, ...]:
 @dataclass
 class _Pool:
     """The pool of a table. From the offset `told` on a step is told its experts: as a mean it names `named` of them, of
-    which the pool has a share `hit_rate`."""
+    which the pool has a share `hit_rate`, and a share `ahead_rate` was read ahead."""
 
     told: int
     sizes: SlotState
     hit_rate: float = 1.0
+    ahead_rate: float = 0.0
     named: float = 0.0
+
+    @property
+    def there_rate(self) -> float:
+        """The share of the named experts that no round fetches."""
+        return self.hit_rate + self.ahead_rate
 
     def round_of(self, ref: TensorRef) -> int:
         """Return the round that some of the told numbers belong to."""
         return (ref.offset - self.told) // ITEMSIZE // self.sizes.numbers
 
     def share(self, number: int, case: int) -> float:
-        """Return the share of the named experts that a round has: the 0th of those that are there."""
+        """Return the share of the named experts that a round has: the 0th of those that are there, and one after the
+        last of those that were read ahead."""
         named = max(1, round(self.named))
-        missing = missed_in_cases(named, self.hit_rate)[case]
-        if not number:
-            return 1 - missing / named
-        if not self.sizes.at_once:
+        missing = missed_in_cases(named, self.there_rate)[case]
+        if not 0 < number <= self.sizes.rounds:
+            rate = self.ahead_rate if number else self.hit_rate
+            return (1 - missing / named) * (rate / self.there_rate if self.there_rate else 0.0)
+        if self.sizes.in_order and not self.sizes.at_once:
             return max(0.0, min(self.sizes.most, missing - (number - 1) * self.sizes.most)) / named
         whole, more = divmod(missing, 1)
         few, many = (math.ceil(count * number / self.sizes.rounds) - math.ceil(count * (number - 1) / self.sizes.rounds)
@@ -78,24 +87,28 @@ class _Pool:
 
 def _pools_of(program: Program) -> dict[str, _Pool]:
     """The pools of a program's tables, by the buffers that tell of them."""
-    pools = {item.args[2].buffer: _Pool(item.args[2].offset, SlotState(*item.args[3:7]))
+    pools = {item.args[2].buffer: _Pool(item.args[2].offset, SlotState(*item.args[3:8]))
              for item in program.step if isinstance(item, Launch) and operators.find(item.op) is operators.ASSIGN_SLOTS}
     told = [(item, ref, pools[ref.buffer]) for item in program.step
             if (ref := _told(item)) is not None and ref.buffer in pools]
     for item, ref, pool in told:
         if isinstance(item, Launch) and not pool.round_of(ref):
             pool.hit_rate = item.kwargs["share"]
+        elif isinstance(item, Launch) and pool.round_of(ref) > pool.sizes.rounds:
+            pool.ahead_rate = item.kwargs["share"]
     for item, ref, pool in told:
-        if isinstance(item, Copy) and isinstance(item.src, Rows) and pool.hit_rate < 1:
-            pool.named = item.src.typical * ref.shape[0] * pool.sizes.rounds / (1 - pool.hit_rate)
+        if isinstance(item, Copy) and isinstance(item.src, Rows) and pool.there_rate < 1:
+            pool.named = item.src.typical * ref.shape[0] * pool.sizes.rounds / (1 - pool.there_rate)
     return pools
 
 
 def _told(item: Item) -> TensorRef | None:
-    """The numbers that tell an item its experts; None for other items."""
+    """The numbers that tell an item its experts; None for other items, which read experts ahead among them."""
     if isinstance(item, Launch) and operators.find(item.op) is operators.EXPERTS:
         return item.kwargs.get("entries")  # type: ignore[no-any-return]
-    return item.src.index if isinstance(item, Copy) and isinstance(item.src, Rows) and item.src.keeps else None
+    if not isinstance(item, Copy) or not isinstance(item.src, Rows) or not item.src.keeps:
+        return None
+    return None if isinstance(item.dst, Span) and item.dst.buffer == AHEAD else item.src.index
 
 
 def _in_case(item: Item, pools: dict[str, _Pool], case: int) -> Item:

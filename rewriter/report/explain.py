@@ -14,6 +14,7 @@ from forebay.rewriter.ir.plan import BufferPlacement, Plan, WeightPlacement, Wor
 from forebay.rewriter.ir.prefill_chunks import chunk_steps
 from forebay.rewriter.ir.printable import printable
 from forebay.rewriter.ir.program import ATTEND, DISK, LOOKUP, RETURN, UPLOAD
+from forebay.rewriter.ir.schedule.routed_fetch import POOL
 from forebay.rewriter.planning.features.table import FEATURES
 from forebay.rewriter.predict.simulate import CORES
 
@@ -173,18 +174,17 @@ def _kept(plan: Plan, captured: CapturedModel | None) -> str:
 
 
 def _experts(plan: Plan) -> str:
-    """Return how many experts pools hold, what a decode step is expected to find there and to read, and with which of
-    them the CPU computes."""
+    """Return the experts that pools hold, what a decode step is to find there and to read, and those of the CPU."""
     tables, routed, p = [w for w in plan.weights if w.pool_slots], plan.schedule.routed, plan.prediction
     on_host = list(_host_experts(plan))
     if not tables:
         return f"\n{'':<10}".join(on_host)
-    pools = sum(b.nbytes for b in plan.buffers if b.kind == "pool")
-    share = pools / max(1, sum(w.nbytes for w in tables))
+    pools, all_ = (sum(x.nbytes for x in of) for of in ([b for b in plan.buffers if b.name.endswith(POOL)], tables))
     how = "measured" if routed.measured else "assumed"
     why = "on the prompts of the calibration" if routed.measured else "if the router picks all equally often"
     lines = [f"{tables[0].pool_slots} of each of {len(tables)} layers stay in pools of {format_nbytes(pools)} "
-             f"({100 * share:.0f} %)", "decode steps read the missing ones of the experts that the router picks",
+             f"({100 * pools / all_:.0f} %)", "decode steps read the missing ones of the experts that the router picks",
+             *([f"{routed.ahead} of each layer are read before its router has picked"] if routed.ahead else []),
              f"{how}: {100 * routed.hit_rate:.0f} % are there, {why}", *on_host]
     on_disk = any(w.tier == "disk" for w in tables)
     for lane, streams in (("disk", (LOOKUP, DISK) if on_disk else ()), ("link", (RETURN, UPLOAD))):

@@ -171,7 +171,7 @@ def _check_spared(copy: Copy, told: Iterable[Launch]) -> None:
         return
     assert src.index is not None, "rows are skipped by their numbers"
     for launch in told:
-        row, sizes = launch.args[2], SlotState(*launch.args[3:7])
+        row, sizes = launch.args[2], SlotState(*launch.args[3:8])
         number, rest = divmod((src.index.offset - row.offset) // ITEMSIZE, sizes.numbers)
         if row.buffer == src.index.buffer and not rest and 0 < number <= sizes.rounds:
             before = range(max(0, number - sizes.beside), number)

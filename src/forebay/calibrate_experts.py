@@ -84,7 +84,7 @@ def _missed(picks: torch.Tensor, experts: int, slots: int) -> int:
     """Experts that a pool of so many slots lacks, but for those that fill it at first."""
     sizes, index = slot_state(slots, experts, picks.shape[1]), torch.zeros_like(picks[0])
     state, told = (torch.zeros(n, dtype=torch.int64) for n in (sizes.numbers, sizes.told))
-    assign = bind_assign_slots(index, state, told, *sizes)
+    assign = bind_assign_slots(index, state, told, sizes)
     want, missed = told.view(-1, sizes.numbers)[1:, :slots], 0
     for token, named in enumerate(picks):
         index.copy_(named)

@@ -49,7 +49,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
 
 def wrapped(folder: Path, slots: int | None, batch: int = 3, device: str = "900KiB", **options: Any) -> Any:
     budget = {"device": device, "host": 0, "disk": folder}
-    return forebay.wrap(folder, budget, batch=batch, prompt=PROMPT, new_tokens=NEW, expert_slots=slots, **options)
+    sizes: dict[str, Any] = {"batch": batch, "experts_ahead": 0} | options
+    return forebay.wrap(folder, budget, prompt=PROMPT, new_tokens=NEW, expert_slots=slots, **sizes)
 
 
 def prompts(batch: int = 3) -> dict[str, torch.Tensor]:
@@ -86,8 +87,8 @@ def test_same_tokens_as_transformers(saved: Saved, family: str, slots: int) -> N
 def test_it_composes(saved: Saved, options: dict[str, Any]) -> None:
     folder, model = saved("qwen3_moe")
     sizes = {"batch": None} if "batch_slots" in options else {}
-    with wrapped(folder, 3, **options, **sizes) as lm:
-        assert set(pools(lm.plan)) == {3}
+    with wrapped(folder, 3, **options, **sizes, experts_ahead=2) as lm:
+        assert set(pools(lm.plan)) == {3} and lm.plan.schedule.routed.ahead == 2
         assert torch.equal(tokens(lm, **prompts()), tokens(model, **prompts()))
 
 
@@ -118,34 +119,7 @@ def test_micro_batches_stream_whole_tables(saved: Saved) -> None:
         wrapped(folder, 3, 4, micro_batches=2, cache_tier="disk").plan  # noqa: B018
 
 
-class Pool:
-    """What lies in the slots of a table, as a cache of them, from which the experts give way that were used least, of
-    late. Steps name so many at most: where slots are fewer, what came some rounds ago may give way too."""
-
-    def __init__(self, slots: int, most: int) -> None:
-        self.held: list[int | None] = [None] * slots
-        self.at_once, self.half = most <= slots, max(1, slots // 2)
-        self.uses: dict[int | None, int] = {None: -1} | dict.fromkeys(range(EXPERTS), 0)
-
-    def missed(self, named: set[int]) -> int:
-        for expert in range(EXPERTS):
-            self.uses[expert] += (expert in named) * (1 << 20) - self.uses[expert] // 64
-        left, used = sorted(named.difference(self.held)), [i for i, e in enumerate(self.held) if e in named]  # type: ignore[arg-type]
-        found, came = len(left), list[int]()
-        while left:
-            busy = [*came, *(used if self.at_once or len(self.held) > 1 else ())]
-            free = [i for i in range(len(self.held)) if i not in busy]
-            if not self.at_once and (len(came) == self.half or not free):
-                used, came = came, []
-                continue
-            least = min(free, key=lambda i: self.uses[self.held[i]])
-            self.held[least] = left.pop(0)
-            came.append(least)
-        return found
-
-
-@pytest.fixture
-def routing(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, SlotState, set[int]]]:
+def watch_routing(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, SlotState, set[int]]]:
     """What each step named of each pool, as it runs: the address of what is known of it, its sizes, and the experts."""
     found: list[tuple[int, SlotState, set[int]]] = []
     bind = ASSIGN_SLOTS.bind["cpu"]
@@ -155,34 +129,13 @@ def routing(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, SlotState, set[i
         call = bind(use)
 
         def run() -> None:
-            found.append((state.data_ptr(), SlotState(*sizes[:4]), {*index.flatten().tolist()}))
+            found.append((state.data_ptr(), SlotState(*sizes[:5]), {*index.flatten().tolist()}))
             call()
 
         return run
 
     monkeypatch.setitem(ASSIGN_SLOTS.bind, "cpu", bound)  # type: ignore[arg-type]
     return found
-
-
-@pytest.mark.parametrize(("batch", "slots"), [(1, 2), (1, 5), (3, 1), (3, 2), (3, 5), (3, 6)])
-def test_reads_are_what_is_missing(saved: Saved, routing: list, batch: int, slots: int) -> None:
-    """Bytes equal the arithmetic from the routing, exactly; beside them a step reads rows of the embedding."""
-    folder, _ = saved("qwen3_moe")
-    with wrapped(folder, slots, batch) as lm:
-        lm.start_trace()
-        tokens(lm, **prompts(batch))
-        tokens(lm, **prompts(batch))
-        read: dict[str, int] = {}
-        for (lane, label, _), _, _, nbytes in lm.trace._kept():
-            if lane == "lookup":
-                read[label] = read.get(label, 0) + nbytes
-        entry = next(w.nbytes for w in lm.plan.weights if w.name.endswith("table")) // EXPERTS
-    known: dict[int, Pool] = {}
-    missed = [known.setdefault(at, Pool(sizes.slots, sizes.named)).missed(named) for at, sizes, named in routing]
-    assert len(known) == 3 and len(missed) == 3 * 2 * (NEW - 1)
-    fetched = {label: nbytes for label, nbytes in read.items() if label.startswith("fetch ")}
-    assert sum(fetched.values()) == sum(missed) * entry and len(fetched) == 3
-    assert 0 < sum(missed) < sum(len(named) for *_, named in routing)  # some were there, others were not
 
 
 def test_experts_lie_in_memory_as_in_pages_of_their_files(
@@ -222,12 +175,13 @@ def test_predicted_bytes_are_those_of_a_router_that_prefers_nobody(saved: Saved)
         assert lm.plan.prediction.streamed_nbytes == program.moved_nbytes() == round(3 * named * 0.5 * entry)
 
 
-@pytest.mark.parametrize(("slots", "batch"), [(6, 1), (6, 3), (3, 3), (1, 1)])
-def test_predicted_steps_are_means_over_what_layers_may_miss(saved: Saved, slots: int, batch: int) -> None:
+@pytest.mark.parametrize(("slots", "batch", "ahead"), [(6, 1, 0), (6, 3, 0), (3, 3, 0), (1, 1, 0), (4, 3, 2)])
+def test_predicted_steps_are_means_over_what_layers_may_miss(saved: Saved, slots: int, batch: int, ahead: int) -> None:
     """In each case all that is named is either there or comes, and on average as much comes as is planned."""
     folder, _ = saved("qwen3_moe")
-    with wrapped(folder, slots, batch) as lm:
+    with wrapped(folder, slots, batch, experts_ahead=ahead) as lm:
         program = lm.steps.program(1)
+        assert lm.plan.prediction.streamed_nbytes == program.moved_nbytes()
     cases = by_missed_experts(program)
     assert len(cases) == CASES
     planned, *read = (sum(copy.src.typical * copy.src.nbytes for copy in fetches(each))  # type: ignore[union-attr]
@@ -280,14 +234,15 @@ def each_without_a_wait(program: Program) -> Iterator[Program]:
             yield replace(program, step=program.step[:i] + program.step[i + 1 :])
 
 
-@pytest.mark.parametrize(("batch", "slots", "rounds", "waits"), [
-    (3, 6, 3, 12), (3, 4, 3, 18), (3, 2, 6, 36), (3, 1, 6, 36), (1, 6, 2, 9)])
-def test_no_wait_may_be_missing(saved: Saved, batch: int, slots: int, rounds: int, waits: int) -> None:
-    """In rounds that are all read at once, and in those that share slots."""
+@pytest.mark.parametrize(("batch", "slots", "ahead", "copies", "waits"), [
+    (3, 6, 0, 3, 12), (3, 4, 0, 3, 18), (3, 2, 0, 6, 36), (3, 1, 0, 6, 36), (1, 6, 0, 2, 9), (3, 6, 2, 4, 16),
+    (3, 4, 2, 4, 22)])
+def test_no_wait_may_be_missing(saved: Saved, batch: int, slots: int, ahead: int, copies: int, waits: int) -> None:
+    """In rounds that are all read at once, and in those that share slots; also for what is read ahead."""
     folder, _ = saved("qwen3_moe")
-    with wrapped(folder, slots, batch) as lm:
+    with wrapped(folder, slots, batch, experts_ahead=ahead) as lm:
         program = lm.steps.program(1)
-    assert len(fetches(program)) == 3 * rounds
+    assert len(fetches(program)) == 3 * copies
     faulty = list(each_without_a_wait(program))
     assert len(faulty) >= waits
     for each in faulty:
@@ -295,10 +250,10 @@ def test_no_wait_may_be_missing(saved: Saved, batch: int, slots: int, rounds: in
             verify_program(each)
 
 
-@pytest.mark.parametrize("slots", [6, 4])
-def test_copies_leave_to_others_no_more_than_they_were_told(saved: Saved, slots: int) -> None:
+@pytest.mark.parametrize(("slots", "ahead"), [(6, 0), (4, 0), (4, 2)])
+def test_copies_leave_to_others_no_more_than_they_were_told(saved: Saved, slots: int, ahead: int) -> None:
     folder, _ = saved("qwen3_moe")
-    with wrapped(folder, slots, 3) as lm:
+    with wrapped(folder, slots, 3, experts_ahead=ahead) as lm:
         program = lm.steps.program(1)
     at = [i for i, item in enumerate(program.step) if isinstance(item, Copy) and isinstance(item.src, Rows)
           and item.src.spares]
@@ -319,12 +274,11 @@ def test_copies_leave_to_others_no_more_than_they_were_told(saved: Saved, slots:
             verify_program(faulty)
 
 
-def test_experts_that_are_there_are_computed_before_others_come(
-    saved: Saved, routing: list, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_experts_that_are_there_are_computed_before_others_come(saved: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each slot into which a copy is issued holds NaN from then on, and what comes is held back until somebody waits:
     so who reads such a slot earlier, or another one too early, gives NaN."""
     folder, model = saved("qwen3_moe")
+    routing = watch_routing(monkeypatch)
     held, wait = list[Any](), CopyLedger.wait
 
     def submitted(reader: Any, src: FileSlice, address: int, room: Any, done: Any) -> None:
@@ -339,8 +293,8 @@ def test_experts_that_are_there_are_computed_before_others_come(
     submit = lookups.submit_slice
     monkeypatch.setattr(lookups, "submit_slice", submitted)
     monkeypatch.setattr(CopyLedger, "wait", waited)
-    for slots, batch in ((6, 3), (4, 3), (5, 1)):
-        with wrapped(folder, slots, batch) as lm:
+    for slots, batch, ahead in ((6, 3, 0), (4, 3, 0), (5, 1, 0), (4, 3, 3)):
+        with wrapped(folder, slots, batch, experts_ahead=ahead) as lm:
             assert torch.equal(tokens(lm, **prompts(batch)), tokens(model, **prompts(batch)))
     assert any(named for _, _, named in routing)
 

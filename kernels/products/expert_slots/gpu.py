@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from forebay.kernels.formats.slot_state import SlotState
 from forebay.kernels.gpu_support.arguments import check_device
 from forebay.kernels.gpu_support.launches import bound, kernel_call
 from forebay.kernels.products.expert_slots.reference import DECAY_SHIFT, ONCE, check, fail
@@ -115,12 +116,15 @@ def fetch_kernel(
 
 
 def bind_assign_slots(
-    index: Tensor, state: Tensor, told: Tensor, slots: int, experts: int, named: int, in_order: bool = False,
-    places: Tensor | None = None, stride: int = 1,
+    index: Tensor, state: Tensor, told: Tensor, sizes: SlotState, places: Tensor | None = None, stride: int = 1,
+    listed: Tensor | None = None,
 ) -> Callable[[], None]:
-    """The CPU's `bind_assign_slots` on a GPU, whose fetches run in order."""
-    sizes = check(index, state, told, slots, experts, named, in_order, places, stride)
-    if not in_order:
+    """The CPU's `bind_assign_slots` on a GPU, whose fetches run in order, and which reads nothing ahead."""
+    check(index, state, told, sizes, places, stride, listed)
+    slots, experts = sizes.slots, sizes.experts
+    if sizes.ahead:
+        fail("ahead", f"must be 0 on a GPU, got {sizes.ahead}")
+    if not sizes.in_order:
         fail("in_order", "must be true: fetches of a GPU run in order")
     for name, tensor in (("index", index), ("state", state), ("told", told), ("places", places)):
         if tensor is not None:

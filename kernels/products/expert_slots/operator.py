@@ -7,9 +7,12 @@ may be under way then bring nothing. Launches alone call it: the graphs of a mod
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from forebay.kernels.formats.slot_state import SlotState
 from forebay.kernels.operator import Call, Cost, Operator, Use, nbytes_of
 from forebay.kernels.products.expert_slots.cpu import bind_assign_slots, scratch_floats
 from forebay.kernels.products.expert_slots.reference import reference
@@ -18,12 +21,14 @@ from forebay.kernels.products.expert_slots.reference import reference
 @torch.library.custom_op("forebay::assign_slots", mutates_args=("state", "told"), device_types="cpu")
 def assign_slots(
     index: Tensor, state: Tensor, told: Tensor, slots: int, experts: int, named: int, in_order: bool = False,
-    places: Tensor | None = None, stride: int = 1,
+    ahead: int = 0, places: Tensor | None = None, stride: int = 1, listed: Tensor | None = None,
 ) -> None:
-    """index int64 [...], state and told int64 (`SlotState`), places int64 [experts]. ValueError names what is wrong."""
+    """index int64 [...], state and told int64 (`SlotState`), places int64 [experts], listed int64 [ahead]. ValueError
+    names the argument that is wrong."""
     index, kept, found = index.contiguous(), state.contiguous(), told.contiguous()
-    places = None if places is None else places.contiguous()
-    bind_assign_slots(index, kept, found, slots, experts, named, in_order, places, stride)()
+    places, listed = (None if each is None else each.contiguous() for each in (places, listed))
+    sizes = SlotState(slots, experts, named, in_order, ahead)
+    bind_assign_slots(index, kept, found, sizes, places, stride, listed)()
     for given, made in ((state, kept), (told, found)):
         if made is not given:
             given.copy_(made)
@@ -32,9 +37,15 @@ def assign_slots(
 @assign_slots.register_fake
 def _(
     index: Tensor, state: Tensor, told: Tensor, slots: int, experts: int, named: int, in_order: bool = False,
-    places: Tensor | None = None, stride: int = 1,
+    ahead: int = 0, places: Tensor | None = None, stride: int = 1, listed: Tensor | None = None,
 ) -> None:
     return None
+
+
+def _with_sizes(use: Use) -> tuple[Any, ...]:
+    """The arguments of a use with its sizes as a record."""
+    index, state, told, *more = use.args
+    return index, state, told, SlotState(*more[:5]), *more[5:]
 
 
 def _cost(use: Use) -> Cost:
@@ -44,14 +55,14 @@ def _cost(use: Use) -> Cost:
 def _bind_cuda(use: Use) -> Call:
     from forebay.kernels.products.expert_slots.gpu import bind_assign_slots as bind
 
-    return bind(*use.args)
+    return bind(*_with_sizes(use))
 
 
 ASSIGN_SLOTS = Operator(
     torch.ops.forebay.assign_slots.default,
     reference,
     _cost,
-    bind={"cpu": lambda use: bind_assign_slots(*use.args), "cuda": _bind_cuda},
+    bind={"cpu": lambda use: bind_assign_slots(*_with_sizes(use)), "cuda": _bind_cuda},
     workspace={"cpu": lambda use: 4 * scratch_floats(use.args[3], use.args[4])},
-    layouts={"index": "dense", "state": "dense", "told": "dense", "places": "dense"},
+    layouts={"index": "dense", "state": "dense", "told": "dense", "places": "dense", "listed": "dense"},
 )

@@ -11,6 +11,7 @@ from forebay.rewriter.ir.schedule.micro_batches import MicroBatches
 
 POOL, ROUTING = ".pool", ".routing"  # end the names of a table's buffers: experts in slots, and which these are
 RESULTS = "experts.results"  # the buffer, of all layers, of what each pick of a step gave
+AHEAD = "experts.ahead"  # the buffer, of all layers, of experts that are read before a router has picked
 OPERANDS = "operands.experts"  # host memory for what the host's launches over tables read and write beside these
 LANDING = "host_experts"  # where experts of files lie on their way to a GPU's pool
 
@@ -40,15 +41,21 @@ class RoutedFetch:
     """Steps over so many tokens per sequence, the `steps`, read experts by name into the pools of their tables, which
     keep what they hold from step to step; all others stream tables whole. Predictions take a share `hit_rate` of the
     experts that a step names to be in their pool: by what was `measured` (`hits_within`), or, without that, as if
-    routers preferred nobody."""
+    routers preferred nobody. Of each table a step reads `ahead` experts before it knows what its router names: those
+    that were named most often of late and are not in the pool."""
 
     steps: tuple[int, ...] = ()
     hit_rate: float = 0.0
     measured: tuple[float, ...] = ()
+    ahead: int = 0
 
     def missed(self, experts: int, picks: float, tokens: int) -> float:
-        """Experts that a step over so many tokens in all is expected to read of a table."""
-        return (1 - self.hit_rate) * named_experts(experts, picks, tokens)
+        """Experts that a step over so many tokens in all is expected to read of a table by name."""
+        return (1 - self.hit_rate - self.ahead_rate(experts)) * named_experts(experts, picks, tokens)
+
+    def ahead_rate(self, experts: int) -> float:
+        """Return the share of the named experts of a table that are expected to have been read ahead."""
+        return min(1 - self.hit_rate, self.ahead / experts)
 
     def fault(
         self, step_sizes: Sequence[int], tiers: Sequence[str], on_host: Sequence[str], hop: bool,
@@ -66,6 +73,9 @@ class RoutedFetch:
             return f"schedule.routed.hit_rate: {self.hit_rate} must be a share, and 0 without pools"
         if list(self.measured) != sorted(self.measured) or any(not 0 <= hits <= 1 for hits in self.measured):
             return f"schedule.routed.measured: {list(self.measured)} must be shares, in ascending order"
+        if self.ahead < 0 or (self.ahead and (hop or not tiers)):
+            return (f"schedule.routed.ahead: {self.ahead} must be at least 0, and 0 without pools and where the device "
+                    "is a GPU")
         if {*tiers} - ({"host", "disk"} if hop else {"disk"}):
             return f"weights[].pool_slots: only tables on {'host or disk' if hop else 'the tier disk'} have pools"
         if {*on_host} - ({"host"} if hop else set()):

@@ -55,8 +55,8 @@ def cases() -> Iterator[tuple[str, Any, tuple]]:
     yield "experts", ours.experts.default, (
         x, *picked, torch.randn(3, 3 * 64 * 16), 16, False, "silu", True, False, False, False, False, 0.0, 0.0)
     yield "assign_slots", ours.assign_slots.default, (
-        picked[0], torch.zeros(6, dtype=torch.int64), torch.zeros(24, dtype=torch.int64), 3, 3, 3, False,
-        torch.tensor([4, 0, 2]), 9)
+        picked[0], torch.zeros(6, dtype=torch.int64), torch.zeros(29, dtype=torch.int64), 3, 3, 3, False, 2,
+        torch.tensor([4, 0, 2]), 9, torch.tensor([1, 0]))
     yield "attention", ours.attention.default, (q, k, v, start, 0.2, 0, 0.0)
     yield "attention_q", ours.attention_q.default, (q, *packed, start, 0.2, 0, 0.0, 8, group)
     means = torch.randn(2, 2, 24, k.shape[3] // 8)

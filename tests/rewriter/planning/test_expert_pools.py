@@ -11,7 +11,8 @@ from selection import examples
 
 from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Prediction, Workload
 from forebay.rewriter.ir.program import DISK, UPLOAD
-from forebay.rewriter.ir.schedule.routed_fetch import LANDING, POOL, RESULTS, ROUTING, RoutedFetch, named_experts
+from forebay.rewriter.ir.schedule.micro_batches import MicroBatches
+from forebay.rewriter.ir.schedule.routed_fetch import AHEAD, LANDING, POOL, RESULTS, ROUTING, RoutedFetch, named_experts
 from forebay.rewriter.planning.advice import advise
 from forebay.rewriter.planning.expert_pools import pool_buffers
 from forebay.rewriter.planning.model_needs import ModelNeeds, PhaseNeed, WeightUse
@@ -57,7 +58,8 @@ def test_more_memory_never_predicts_slower(needs: ModelNeeds, workload: Workload
         pools = {w.name: w.pool_slots for w in plan.weights if w.pool_slots}
         assert set(pools) in (set(), {u.name for u in needs.uses if u.share < 1}) and len({*pools.values()}) <= 1
         assert {b.name for b in plan.buffers if b.kind in ("pool", "routing")} == {
-            name + end for name in pools for end in (POOL, ROUTING)} | ({RESULTS} if pools else set())
+            name + end for name in pools for end in (POOL, ROUTING)} | ({RESULTS} if pools else set()) | (
+                {AHEAD} if plan.schedule.routed.ahead else set())
         whole = make_plan(needs, Budget(nbytes), workload, Options(expert_slots=0), MACHINE)
         assert time_s(plan) <= time_s(whole) * (1 + 1e-9) and not any(w.pool_slots for w in whole.weights)
         plans.append(plan)
@@ -97,12 +99,39 @@ def test_options_that_no_budget_is_enough_for_are_named(asked: dict[str, object]
 
 def test_predicted_bytes_and_hits_are_those_of_a_router_that_prefers_nobody() -> None:
     needs, work = mixture(), Workload(3, 16, 100)
-    smallest, _ = smallest_budget(needs, work, Options(expert_slots=4))
-    plan = make_plan(needs, Budget(smallest + (1 << 17)), work, Options(expert_slots=4), MACHINE)
+    options = Options(expert_slots=4, experts_ahead=0)
+    smallest, _ = smallest_budget(needs, work, options)
+    plan = make_plan(needs, Budget(smallest + (1 << 17)), work, options, MACHINE)
     assert plan.schedule.routed == RoutedFetch((1,), 0.5) and plan.weight("e").pool_slots == 4
     assert named_experts(8, 2, 3) == 8 * (1 - 0.75**3)
     assert plan.weight("d").tier == "device"
     assert plan.prediction.streamed_nbytes == round(named_experts(8, 2, 3) * 0.5 * (1 << 16))
+
+
+def test_experts_are_read_ahead_where_most_are_named() -> None:
+    """Where that is predicted to be faster than larger pools; one sequence names too few."""
+    rates = Rates(1e8, 1e-4, compute_s=lambda tokens: 0.1)
+    uses = [replace(use, name=f"{use.name}{i}", layers=(i,)) for i in range(8) for use in mixture().uses]
+    needs, ahead = replace(mixture(), uses=uses, rates=rates), []
+    for batch in (1, 8):
+        none, work = Options(expert_slots=3, experts_ahead=0), Workload(batch, 16, 100)
+        smallest, _ = smallest_budget(needs, work, none)
+        budget = Budget(smallest + (1 << 20))
+        before, plan = (make_plan(needs, budget, work, options, MACHINE) for options in (none, Options(expert_slots=3)))
+        assert not before.schedule.routed.ahead and time_s(plan) <= time_s(before)
+        assert plan.weight("d0").tier == plan.weight("d7").tier == "device"
+        assert_sound(plan, needs, budget)
+        ahead.append(plan.schedule.routed.ahead)
+        read = named_experts(8, 2, batch) * (1 - 3 / 8 - ahead[-1] / 8) + ahead[-1]
+        assert plan.prediction.streamed_nbytes == pytest.approx(8 * read * (1 << 16))
+        assert [b.nbytes for b in plan.buffers if b.name == AHEAD] == [n * ((1 << 16) + 4096) for n in ahead[-1:] if n]
+    assert ahead == [0, 2]
+
+
+@pytest.mark.parametrize(("ahead", "hop", "tiers"), [(-1, False, ["disk"]), (1, True, ["host"]), (1, False, [])])
+def test_wrong_numbers_of_experts_ahead_are_refused(ahead: int, hop: bool, tiers: list[str]) -> None:
+    routed = RoutedFetch((1,) if tiers else (), 0.0, ahead=ahead)
+    assert routed.fault((1,), tiers, [], hop, MicroBatches()).startswith(f"schedule.routed.ahead: {ahead} must be")
 
 
 def test_a_step_in_rounds_has_room_for_what_each_is_told() -> None:

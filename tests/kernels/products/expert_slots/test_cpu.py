@@ -24,13 +24,19 @@ def cases(count: int) -> list[tuple[SlotState, int, int, random.Random]]:
         draw = random.Random(seed)
         experts, tokens = draw.choice((4, 9, 32)), draw.choice((1, 2, 7))
         picks = draw.randint(1, min(4, experts))
-        sizes = slot_state(draw.randint(1, experts), experts, tokens * picks, seed // 2 % 2 > 0)
+        in_order = seed // 2 % 2 > 0
+        sizes = slot_state(draw.randint(1, experts), experts, tokens * picks, in_order, 0 if in_order else seed % 2 * 3)
         found.append((sizes, tokens, picks, draw))
     return found
 
 
 def picked(tokens: int, picks: int, experts: int, draw: random.Random) -> torch.Tensor:
     return torch.tensor([draw.sample(range(experts), picks) for _ in range(tokens)])
+
+
+def list_for(sizes: SlotState) -> torch.Tensor | None:
+    """Memory for the experts that are read ahead; at first all are expert 0."""
+    return torch.zeros(sizes.ahead, dtype=torch.int64) if sizes.ahead else None
 
 
 def zeros(sizes: SlotState, more: int = 0) -> list[torch.Tensor]:
@@ -43,16 +49,19 @@ def test_the_kernel_does_what_the_definition_says() -> None:
     for sizes, tokens, picks, draw in cases(80):
         index, kept = torch.zeros(tokens, picks, dtype=torch.int64), zeros(sizes, 1)
         places = torch.tensor([draw.randrange(9) for _ in range(sizes.experts)])
-        some = [places, draw.randint(9, 99)] if draw.random() < 0.5 else []
+        some: dict = dict(places=places, stride=draw.randint(9, 99)) if draw.random() < 0.5 else {}
+        some["listed"] = list_for(sizes)
         for each in kept:
             each[-1] = 77
-        call = bind_assign_slots(index, *(each[:-1] for each in kept), *sizes, *some)  # type: ignore[misc]
+        call = bind_assign_slots(index, *(each[:-1] for each in kept), sizes, **some)  # type: ignore[misc]
         for _ in range(12):
             index.copy_(picked(tokens, picks, sizes.experts, draw))
             if draw.random() < 0.2:
                 index[0, 0] = draw.choice((-1, sizes.experts, 1 << 40))  # no expert at all
-            want = reference(index, kept[0][:-1], *sizes, *some)  # type: ignore[arg-type]
+            want = reference(index, kept[0][:-1], sizes, **some)
             call()
+            if sizes.ahead:
+                some["listed"].copy_(want[1][-sizes.ahead :])
             for each, wanted in zip(kept, want, strict=True):
                 assert torch.equal(each[:-1], wanted) and each[-1] == 77, (sizes, index)
 
@@ -66,13 +75,14 @@ def test_each_round_finds_its_experts(compiled: bool, monkeypatch: pytest.Monkey
     seen = set()
     for sizes, tokens, picks, draw in cases(60):
         index, (state, told) = torch.zeros(tokens, picks, dtype=torch.int64), zeros(sizes)
-        call, memory = bind_assign_slots(index, state, told, *sizes), [-1] * sizes.slots
+        listed = list_for(sizes)
+        call, memory = bind_assign_slots(index, state, told, sizes, listed=listed), [-1] * sizes.slots
         for _ in range(10):
             index.copy_(picked(tokens, picks, sizes.experts, draw))
             call()
             found: list[int] = []
             used: list[set[int]] = []  # slots, by round
-            for number, each in enumerate(told.view(-1, sizes.numbers).tolist()):
+            for number, each in enumerate(told[: sizes.entries_ahead].view(-1, sizes.numbers).tolist()):
                 want, entries = each[: sizes.slots], each[sizes.slots :]
                 into, read = ({i for i in row if i >= 0} for row in (
                     [slot if expert >= 0 else -1 for slot, expert in enumerate(want)], entries))
@@ -83,6 +93,17 @@ def test_each_round_finds_its_experts(compiled: bool, monkeypatch: pytest.Monkey
                 mine = [expert for expert, slot in enumerate(entries) if slot >= 0]
                 assert all(memory[entries[expert]] == expert for expert in mine)
                 found += mine
+            if listed is not None:
+                entries, others = told[sizes.entries_ahead :].split([sizes.experts, sizes.ahead])
+                came = [(int(slot), expert) for expert, slot in enumerate(entries) if slot >= 0]
+                assert all(listed[slot] == expert for slot, expert in came)
+                found += [expert for _, expert in came]
+                popular = {e for e in others.tolist() if e >= 0}
+                rest = set(range(sizes.experts)) - {e - 1 for e in state[: sizes.slots].tolist()} - popular
+                uses = state[sizes.slots :]
+                assert len(popular) == min(sizes.ahead, len(rest | popular)) and not popular & set(memory)
+                assert not rest or not popular or min(uses[e] for e in popular) >= max(uses[e] for e in rest)
+                listed.copy_(others)
             assert sorted(found) == sorted(set(index.flatten().tolist()))
             seen.add((sizes.at_once, sizes.in_order, min(2, sizes.slots), min(2, sum(map(bool, used[1:])))))
     some = {(False, in_order, slots, 2) for in_order in (False, True) for slots in (1, 2)}
@@ -97,7 +118,7 @@ def test_the_last_rounds_have_the_fewest(compiled: bool, monkeypatch: pytest.Mon
     sizes = slot_state(8, 16, 8)
     for count, rounds in enumerate(((0, 0, 0), (1, 0, 0), (1, 1, 0), (1, 1, 1), (2, 1, 1), (2, 2, 1), (2, 2, 2))):
         index, (state, told) = torch.arange(count), zeros(sizes)
-        bind_assign_slots(index, state, told, *sizes)()
+        bind_assign_slots(index, state, told, sizes)()
         wanted = (told.view(-1, sizes.numbers)[1:, : sizes.slots] >= 0).sum(1)
         assert tuple(wanted.tolist()) == rounds
 
@@ -107,7 +128,7 @@ def fetched(steps: list[list[int]], slots: int, experts: int) -> int:
     sizes = slot_state(slots, experts, len(steps[0]))
     state, found = zeros(sizes)[0], 0
     index, told = torch.zeros(len(steps[0]), dtype=torch.int64), torch.zeros(sizes.told, dtype=torch.int64)
-    assign = bind_assign_slots(index, state, told, *sizes)
+    assign = bind_assign_slots(index, state, told, sizes)
     for number, named in enumerate(steps):
         index.copy_(torch.tensor(named))
         assign()
@@ -137,13 +158,14 @@ def test_what_is_used_often_stays_and_what_was_leaves() -> None:
 
 
 @pytest.mark.parametrize(("changed", "message"), [
-    (dict(slots=0), "slots must be at least 1"), (dict(named=7), "named must be all"),
+    (dict(sizes=SlotState(0, 8, 8)), "slots must be at least 1"), (dict(sizes=SlotState(4, 8, 7)), "named must be all"),
     (dict(index=torch.zeros(4, 2)), "index must be contiguous int64"),
     (dict(state=torch.zeros(3, dtype=torch.int64)), "state must have 12"),
     (dict(told=torch.zeros(3, dtype=torch.int64)), "told must have 60"),
-    (dict(places=torch.zeros(7, dtype=torch.int64)), r"places must be \[8\]"), (dict(stride=0), "stride must be")])
+    (dict(places=torch.zeros(7, dtype=torch.int64)), r"places must be \[8\]"), (dict(stride=0), "stride must be"),
+    (dict(listed=torch.zeros(2, dtype=torch.int64)), "listed must have the 0 experts")])
 def test_wrong_arguments_are_named(changed: dict, message: str) -> None:
     given = dict(index=torch.zeros(4, 2, dtype=torch.int64), state=torch.zeros(12, dtype=torch.int64),
-                 told=torch.zeros(60, dtype=torch.int64), slots=4, experts=8, named=8)
+                 told=torch.zeros(60, dtype=torch.int64), sizes=SlotState(4, 8, 8))
     with pytest.raises(ValueError, match=message):
-        bind_assign_slots(**(given | changed))
+        bind_assign_slots(**(given | changed))  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from forebay.kernels.formats.slot_state import slot_state
+from forebay.kernels.formats.slot_state import SlotState, slot_state
 from forebay.kernels.products.expert_slots.gpu import bind_assign_slots, bind_fetch_rows
 from forebay.kernels.products.expert_slots.reference import reference
 from tests.kernels.products.expert_slots.test_cpu import cases, picked
@@ -19,18 +19,18 @@ from tests.kernels.products.expert_slots.test_cpu import cases, picked
 
 def test_it_does_what_the_definition_says() -> None:
     for known, tokens, picks, draw in cases(24):
-        sizes = known._replace(in_order=True)
+        sizes = known._replace(in_order=True, ahead=0)
         index, state, told = torch.zeros(tokens, picks, dtype=torch.int64), *(
             torch.zeros(n, dtype=torch.int64) for n in (sizes.numbers, sizes.told))
         some: list = []
         if draw.random() < 0.5:
             some += [torch.tensor([draw.randrange(9) for _ in range(sizes.experts)]), draw.randint(9, 99)]
-        call = bind_assign_slots(index, state, told, *sizes, *some)
+        call = bind_assign_slots(index, state, told, sizes, *some)
         for _ in range(6):
             index.copy_(picked(tokens, picks, sizes.experts, draw))
             if draw.random() < 0.2:
                 index[0, 0] = draw.choice((-1, sizes.experts, 1 << 40))  # no expert at all
-            want = reference(index, state, *sizes, *some)
+            want = reference(index, state, sizes, *some)
             call()
             assert torch.equal(state, want[0]) and torch.equal(told, want[1]), (sizes, index)
 
@@ -38,8 +38,8 @@ def test_it_does_what_the_definition_says() -> None:
 def test_more_picks_than_are_looked_at_together() -> None:
     index, sizes = torch.arange(140).view(70, 2) % 7, slot_state(4, 9, 140, True)
     state, told = (torch.zeros(n, dtype=torch.int64) for n in (sizes.numbers, sizes.told))
-    want = reference(index, state, *sizes)
-    bind_assign_slots(index, state, told, *sizes)()
+    want = reference(index, state, sizes)
+    bind_assign_slots(index, state, told, sizes)()
     assert torch.equal(state, want[0]) and torch.equal(told, want[1])
 
 
@@ -75,6 +75,10 @@ def test_wrong_arguments_are_named() -> None:
         with pytest.raises(ValueError, match="out must have 2 rows of 8 bytes"):
             bind_fetch_rows(*wrong)
     with pytest.raises(ValueError, match="in_order must be true"):
-        bind_assign_slots(index, torch.zeros(10, dtype=torch.int64), torch.zeros(30, dtype=torch.int64), 1, 9, 2)
+        bind_assign_slots(index, torch.zeros(10, dtype=torch.int64), torch.zeros(30, dtype=torch.int64),
+                          SlotState(1, 9, 2))
+    with pytest.raises(ValueError, match="ahead must be 0 on a GPU"):
+        bind_assign_slots(index, torch.zeros(10, dtype=torch.int64), torch.zeros(41, dtype=torch.int64),
+                          SlotState(1, 9, 2, True, 2), listed=index[:2])
     with pytest.raises(ValueError, match="state must have 10 numbers"):
-        bind_assign_slots(index, torch.zeros(9, dtype=torch.int64), index, 1, 9, 2)
+        bind_assign_slots(index, torch.zeros(9, dtype=torch.int64), index, SlotState(1, 9, 2))

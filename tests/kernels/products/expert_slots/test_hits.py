@@ -34,7 +34,7 @@ def hits(steps: list[list[int]], slots: int) -> float:
     sizes = slot_state(slots, EXPERTS, PICKS)
     index = torch.zeros(PICKS, dtype=torch.int64)
     state, told = (torch.zeros(n, dtype=torch.int64) for n in (sizes.numbers, sizes.told))
-    assign, there, found = bind_assign_slots(index, state, told, *sizes), told[slots : sizes.numbers], 0
+    assign, there, found = bind_assign_slots(index, state, told, sizes), told[slots : sizes.numbers], 0
     for number, named in enumerate(steps):
         index.copy_(torch.tensor(named))
         assign()
