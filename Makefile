@@ -56,7 +56,8 @@ papers: $(STAMP)
 
 # What models and callers of transformers expect, with its newest release and with the oldest that pyproject.toml allows;
 # each has an environment of its own, in which all but torch may move.
-RELEASES := tests/huggingface tests/e2e/test_families.py tests/e2e/test_experts.py tests/e2e/test_states.py
+RELEASES := tests/huggingface tests/e2e/test_families.py tests/e2e/test_experts.py tests/e2e/test_states.py \
+            tests/e2e/test_latent.py
 OLDEST = $(shell sed -n 's/.*"transformers>=\([0-9.]*\)".*/\1/p' pyproject.toml)
 
 test-latest: export RELEASE = transformers

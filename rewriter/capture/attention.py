@@ -62,6 +62,8 @@ def _attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     latent: Latent | None = vars(module).get("latent")
     if latent is not None:
+        if key is not value:
+            raise CaptureError(f"{type(module).__name__} attends to latents that are no rows of its cache")
         query = latent.absorb_keys(query)
     extras = kwargs.get("s_aux", kwargs.get("sinks")), until, kwargs.get("indices")
     given = () if all(extra is None for extra in extras) else (0.0, 0.0, 0.0, *extras)

@@ -17,6 +17,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from forebay.kernels.operators import CHOOSE_TOKENS, KV_APPEND
+from forebay.rewriter.capture.cache_name import cache_argument
 from forebay.rewriter.capture.errors import CaptureError
 from forebay.rewriter.capture.layer_states import layer_state, starts, states_before
 from forebay.rewriter.ir.state import IndexState, LatentState
@@ -171,9 +172,10 @@ def adopt_indexers(model: Any) -> None:
 
 def _with_rows(module: Any) -> Callable[..., Any]:
     own, more = module.forward, {"attention_mask": AllTokens()} if hasattr(module, "indexer") else {}
+    cache = cache_argument(own)
 
-    def forward(*args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
-        found = own(*args, past_key_values=LatentRows(), **kwargs | more)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        found = own(*args, **kwargs | more | {cache: LatentRows()})
         return *found[:2], *[None] * len(found[2:])  # chosen tokens go to no other layer
 
     return forward

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from forebay.kernels.operators import WKV
+from forebay.rewriter.capture.cache_name import cache_argument, find_cache
 from forebay.rewriter.capture.errors import CaptureError
 from forebay.rewriter.capture.family import Family
 from forebay.rewriter.capture.layer_states import counts, layer_state, starts
@@ -158,14 +159,15 @@ def _zaya_layer(layer: Any) -> Callable[..., Tensor]:
 def _zaya(model: Any) -> Callable[..., Any]:
     from transformers.modeling_outputs import MoeModelOutputWithPast
 
-    def forward(input_ids: Tensor, position_ids: Tensor, past_key_values: Any = None, **others: Any) -> Any:
+    def forward(input_ids: Tensor, position_ids: Tensor, **others: Any) -> Any:
+        cache = {cache_argument(type(model.layers[0]).forward): find_cache(others)}
         embeds = model.embed_tokens(input_ids)
         kinds = model.config.layer_types
         rotated = {kind: model.rotary_emb(embeds, position_ids, kind) for kind in dict.fromkeys(kinds)}
         hidden = ((embeds + model.input_hidden_states_bias) * model.input_hidden_states_scale).float()
         hidden = nn.functional.pad(hidden, (0, model.config.router_hidden_size))
         for kind, layer in zip(kinds, model.layers, strict=False):
-            hidden = layer(hidden, past_key_values=past_key_values, position_embeddings=rotated[kind])
+            hidden = layer(hidden, position_embeddings=rotated[kind], **cache)
         hidden = hidden[..., : model.config.hidden_size].to(model.norm.weight.dtype)
         return MoeModelOutputWithPast(last_hidden_state=model.norm(hidden))
 

@@ -265,7 +265,7 @@ def _padded(prompts: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
 def _streamed(folder: Path, prompts: list[torch.Tensor]) -> list[torch.Tensor]:
     ids, mask = _padded(prompts)
     longest = ids.shape[1]
-    budget = 700_000  # attention's workspace is 278 528 bytes of it with two threads
+    budget = 900_000  # 278 528 bytes of it are the workspace of attention, and up to 540 000 that of recurrences
     with wrap(folder, {"device": budget}, batch=len(prompts), prompt=longest, new_tokens=NEW, prefill_chunk=8,
               machine=Machine.default()) as lm:
         out = lm.generate(ids, attention_mask=mask, max_new_tokens=NEW, eos_token_id=None)

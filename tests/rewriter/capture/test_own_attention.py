@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,9 +13,12 @@ import transformers as T
 from budgets import attention_nbytes
 from forked import run_code
 from selection import without
+from torch import nn
 
 from forebay.api import wrap
+from forebay.rewriter.capture.attention import NAME, TracedCache, register_attention
 from forebay.rewriter.capture.language_model import CaptureError, capture_model
+from forebay.rewriter.capture.latent import LatentRows, adopt_latents
 from forebay.rewriter.ir.graph import CapturedModel
 from forebay.rewriter.ir.plan import PlanError
 from forebay.rewriter.machine.profile import Machine
@@ -133,3 +138,39 @@ def test_a_cache_that_holds_positions_is_not_rounded() -> None:
 def test_positions_that_bias_shared_keys_are_refused() -> None:
     with pytest.raises(CaptureError, match="its positions bias the scores of 6 heads that share 1 of keys"):
         capture_model(T.FalconConfig(**_BASE | _FALCON, alibi=True))
+
+
+def _old_name(module: Any, past_key_values: Any = None) -> Any:
+    return past_key_values, None
+
+
+def _new_name(module: Any, cache: Any = None) -> Any:
+    return cache, None
+
+
+@pytest.mark.parametrize("own", [_old_name, _new_name])
+def test_rows_of_latents_take_the_place_of_the_cache_that_a_model_hands_on(own: Callable[..., Any]) -> None:
+    """By the name that the module takes, in each release of transformers; under another they were ignored."""
+    module = _latent_module(own)
+    (name,) = [each for each in inspect.signature(own).parameters if each != "module"]
+    adopt_latents(module)
+    found, _ = module(**{name: TracedCache()})
+    assert isinstance(found, LatentRows)
+
+
+def test_latents_that_are_no_rows_of_the_cache_are_refused() -> None:
+    module = _latent_module(_new_name)
+    adopt_latents(module)
+    register_attention()
+    attend = T.modeling_utils.ALL_ATTENTION_FUNCTIONS[NAME]
+    query, latent, rotated = torch.zeros(1, 2, 3, 8), torch.zeros(1, 1, 3, 8), torch.zeros(1, 1, 3, 8)
+    with pytest.raises(CaptureError, match="no rows of its cache"):
+        attend(module, query, latent, rotated, None)
+
+
+def _latent_module(own: Callable[..., Any]) -> nn.Module:
+    """A module of latent attention, with `own` for its forward."""
+    made = type("Attention", (nn.Module,), {"forward": own, "expand_kv": None, "kv_lora_rank": 4,
+                                            "qk_nope_head_dim": 4, "v_head_dim": 4})()
+    made.kv_b_proj = nn.Linear(4, 16, bias=False)
+    return made
