@@ -215,7 +215,7 @@ def _keeps_latents(captured: CapturedModel) -> bool:
 def _expands(captured: CapturedModel) -> bool:
     """Return whether steps of `captured` can make keys and values of latents."""
     return captured.choices is not None and captured.prefill is None and _keeps_latents(captured) and not (
-        least_chosen(captured.step))
+        least_chosen(captured.step)) and captured.choices.expanded() is not None
 
 
 def _of_context(captured: CapturedModel, context: int) -> CapturedModel:
@@ -229,10 +229,11 @@ def _prompts(captured: CapturedModel, batching: BatchSchedule) -> CapturedModel:
     """`captured` for steps over prompts."""
     if not batching.latents.expanded:
         return captured if captured.prefill is None else captured.prefill
-    if captured.choices is None or not _expands(captured):
+    expanded = captured.choices.expanded() if captured.choices is not None and _expands(captured) else None
+    if expanded is None:
         raise PlanError("plan.schedule.batching.latents.expanded: no step of this model can make keys and values of "
                         "latents; leave it out")
-    return captured.choices.expanded()
+    return expanded
 
 
 def step_inputs(

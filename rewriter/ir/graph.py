@@ -132,8 +132,8 @@ class Choices(Protocol):
     def choosing(self, share: float, block_tokens: int) -> CapturedModel:
         """For steps that read such a share of the cache's blocks, of so many tokens; with 1 for those over prompts."""
 
-    def expanded(self) -> CapturedModel:
-        """For steps that make keys and values of latents."""
+    def expanded(self) -> CapturedModel | None:
+        """For steps that make keys and values of latents; None where no attention reads latents as it must."""
 
     def seeing_all(self) -> CapturedModel:
         """For contexts of which an indexer would choose all tokens."""

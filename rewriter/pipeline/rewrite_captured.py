@@ -105,7 +105,7 @@ class _MadeOnce:
 
     captured: CapturedModel
     switches: Switches
-    made: dict[object, CapturedModel] = field(default_factory=dict)
+    made: dict[object, Any] = field(default_factory=dict)
 
     def checkpointed(self, kept: str) -> CapturedModel:
         """With checkpoints in the format `kept` beside K and V."""
@@ -115,15 +115,15 @@ class _MadeOnce:
         """For steps that read such a share of the cache's blocks, of so many tokens; with 1 for those over prompts."""
         return self._once(_choosing, (share, block_tokens))
 
-    def expanded(self) -> CapturedModel:
-        """For steps that make keys and values of latents. PlanError where the model has none."""
+    def expanded(self) -> CapturedModel | None:
+        """For steps that make keys and values of latents; None where no attention reads latents as it must."""
         return self._once(_expanded, None)
 
     def seeing_all(self) -> CapturedModel:
         """For contexts of which an indexer would choose all tokens."""
         return self._once(seeing_all, None)
 
-    def _once(self, make: Callable[..., CapturedModel], how: object) -> CapturedModel:
+    def _once(self, make: Callable[..., Any], how: object) -> Any:
         if (make, how) not in self.made:
             self.made[make, how] = make(self.captured, self.switches, how)
         return self.made[make, how]
@@ -155,18 +155,15 @@ def _choosing(captured: CapturedModel, switches: Switches, how: tuple[float, int
         for states, kv in zip(captured.states, specs, strict=True)))
 
 
-def _expanded(captured: CapturedModel, switches: Switches, how: None) -> CapturedModel:
-    """`captured`, which is rewritten, for steps that make keys and values of latents. PlanError where it has none, or
-    some layer's attention reads them in another way."""
+def _expanded(captured: CapturedModel, switches: Switches, how: None) -> CapturedModel | None:
+    """`captured`, which is rewritten, for steps that make keys and values of latents; None where it has none, or its
+    attention reads them in another way (Hy 4 has sinks)."""
     _fill(captured)
     step = with_blocks(captured)
     Stage(step, switches, "expanded", {}).run(next(each for each in PASSES if each.run is expand_latents), lambda _: ())
     targets = [node.target for graph in (step, *block_graphs(step).values()) for node in graph.graph.nodes]
     kept = any(isinstance(spec, LatentState) for states in captured.states for spec in states)
-    if not kept or EXPANDED_ATTENTION.overload not in targets:
-        raise PlanError("expand_latents or plan.schedule.batching.latents.expanded: no layer keeps latents; leave "
-                        "it out")
-    return replace(captured, step=step)
+    return replace(captured, step=step) if kept and EXPANDED_ATTENTION.overload in targets else None
 
 
 def seeing_all(captured: CapturedModel, switches: Switches, how: None = None) -> CapturedModel:

@@ -42,6 +42,7 @@ SMALL: dict[str, Any] = dict(
 MORE: dict[str, dict[str, Any]] = {  # sizes beside SMALL
     "longcat_flash": dict(num_hidden_layers=4, ffn_hidden_size=96, expert_ffn_hidden_size=32, moe_topk=3,
                           zero_expert_num=3, head_dim=ROPE),
+    "hy_v4": dict(index_topk=PROMPT + NEW, index_head_dim=16, index_n_heads=2),
     "deepseek_v32": dict(index_topk=PROMPT + NEW, index_head_dim=16, index_n_heads=2),
     "glm_moe_dsa": dict(index_topk=PROMPT + NEW, index_head_dim=16, index_n_heads=2, indexer_types=["full", "shared"])}
 
@@ -175,6 +176,16 @@ def test_models_without_latents_have_none_to_expand(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="expand_latents: no layer of this model keeps latents"):
         forebay.wrap(tmp_path, "8MiB", expand_latents=True)
     forebay.wrap(tmp_path, "8MiB", expand_latents=False).close()
+
+
+def test_attention_with_sinks_over_latents_expands_none(saved: Saved) -> None:
+    """Hy 4: no operator expands keys and values for it, so the planner does not try that."""
+    folder, model = saved("hy_v4")
+    lm = opened(folder, 1 << 20)
+    assert not lm.plan.schedule.batching.latents.expanded and torch.equal(tokens(lm), tokens(model))
+    lm.close()
+    with pytest.raises(PlanError, match="expand_latents: no layer of this model keeps latents that steps could"):
+        opened(folder, 1 << 20, expand_latents=True)
 
 
 def test_beams_change_places(saved: Saved) -> None:
