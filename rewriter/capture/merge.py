@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -17,6 +16,7 @@ from torch.utils import _pytree as pytree
 from forebay.kernels.operator import HOST_MEMORY
 from forebay.kernels.operators import ATTENTION, KV_APPEND, of_target
 from forebay.rewriter.capture.errors import CaptureError
+from forebay.rewriter.capture.functional import make_functional
 from forebay.rewriter.capture.layers import LayerCall, LayerCalls, Slot
 from forebay.rewriter.ir.graph import META, CapturedModel, WeightInput, WeightSpec
 from forebay.rewriter.ir.state import (
@@ -123,40 +123,8 @@ def _clean(graph: fx.Graph) -> None:
         elif node.op == "call_function" and _is_identity(node):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
-        elif (functional := _functional(node.target)) is not None and _is_fresh(node.args[0], node) and _keeps(node):
-            node.target = functional
+    make_functional(graph)
     graph.eliminate_dead_code()
-
-
-def _functional(target: object) -> torch._ops.OpOverload | None:
-    """The operator that gives what one of torch's own leaves in its first operand; None for all others."""
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
-        return None
-    name = target._opname
-    packet = getattr(_aten, name[:-1], None) if name.endswith("_") and not name.endswith("__") else None
-    return getattr(packet, target._overloadname, None)
-
-
-def _is_fresh(node: object, written_by: fx.Node) -> bool:
-    """Return whether `node` made memory that nobody sees after `written_by` but through it."""
-    if not isinstance(node, fx.Node) or not _makes_memory(node):
-        return False
-    return all(each is written_by or (each < written_by and _makes_memory(each)) for each in node.users)
-
-
-def _keeps(node: fx.Node) -> bool:
-    """Return whether an operator that makes new memory would give the dtype that one in place leaves as it is."""
-    dtypes = {each.meta["val"].dtype for each in node.all_input_nodes if isinstance(each.meta["val"], torch.Tensor)}
-    kept = node.meta["val"].dtype
-    return {each for each in dtypes if each.is_floating_point or not kept.is_floating_point} == {kept}
-
-
-def _makes_memory(node: fx.Node) -> bool:
-    """Return whether what a node gives lies in memory of its own; of several results each does, and has one node."""
-    target, source = node.target, node.args[0] if node.args else None
-    if target is operator.getitem and isinstance(source, fx.Node):
-        return _makes_memory(source) and sum(each.args[1:] == node.args[1:] for each in source.users) == 1
-    return isinstance(target, torch._ops.OpOverload) and all(each.alias_info is None for each in target._schema.returns)
 
 
 def _is_identity(node: fx.Node) -> bool:

@@ -30,6 +30,38 @@ def marked(x: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(x).scatter_(1, INDEX, 1) * x
 
 
+def a_view_alone(x: torch.Tensor) -> torch.Tensor:
+    y = (x @ x.t()).t()
+    y += x[:, :2]
+    return y * 2
+
+
+def a_slice(x: torch.Tensor) -> torch.Tensor:
+    y = x * 2
+    first = y[0] * 3
+    y[1:] += first
+    return y.t() * 1
+
+
+def an_element(x: torch.Tensor) -> torch.Tensor:
+    y = x * 2
+    y[1] = x[0]
+    y[:, 1] *= 3
+    return y + x
+
+
+def a_slice_that_another_view_shows(x: torch.Tensor) -> torch.Tensor:
+    y = x * 2
+    view = y.view(-1)
+    y[1:] += 1
+    return view * 1
+
+
+def a_slice_of_an_input(x: torch.Tensor) -> torch.Tensor:
+    x[1:] += 1
+    return x * 2
+
+
 def seen_by_a_view(x: torch.Tensor) -> torch.Tensor:
     y = x * 2
     view = y.view(-1)
@@ -53,6 +85,8 @@ def of_another_dtype(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(("model", "left"), [
     (normalized, False), (of_several_results, False), (marked, False), (seen_afterwards, False), (seen_by_a_view, True),
+    (a_view_alone, False), (a_slice, False), (an_element, False), (a_slice_that_another_view_shows, True),
+    (a_slice_of_an_input, True),
     (of_an_input, True), (of_another_dtype, True)])
 def test_what_is_left_in_place(model: Callable[[torch.Tensor], torch.Tensor], left: bool) -> None:
     gm = make_fx(model)(X.clone())
