@@ -81,3 +81,16 @@ def test_tokens_are_those_of_a_full_forward(tmp_path: Path, family: str, batch: 
 def test_what_shared_keys_and_values_cannot_do_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(PlanError, match=message):
         forebay.wrap(small("gemma4_text"), {"device": 4 << 20}, batch=4, prompt=PROMPT, new_tokens=NEW, **options)
+
+
+def test_a_bundle_starts_without_capture(tmp_path: Path) -> None:
+    """Gemma 3n writes into parts of its hidden states; a bundle holds no operator that writes."""
+    model = small("gemma3n_text")
+    model.save_pretrained(tmp_path / "model")
+    ids = torch.randint(3, 128, (2, PROMPT), generator=torch.Generator().manual_seed(1))
+    found = []
+    forebay.export(tmp_path / "model", tmp_path / "bundle", budget="8MiB", batch=2, prompt=PROMPT, new_tokens=NEW)
+    for folder in ("model", "bundle"):
+        with forebay.wrap(tmp_path / folder, "8MiB", batch=2, prompt=PROMPT, new_tokens=NEW) as lm:
+            found.append(lm.generate(ids, max_new_tokens=NEW, do_sample=False, eos_token_id=None))
+    assert torch.equal(*found)
