@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -9,6 +10,7 @@ import signal
 import socket
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +27,7 @@ from serving.served import (
     wait_until,
 )
 
+from forebay.serving import app
 from forebay.serving.run_server import bound_socket
 
 
@@ -105,6 +108,26 @@ def test_a_request_that_the_end_cuts_off_is_told(folder: Path) -> None:
         server.run.stop()
         assert "stopping" in refused(read_all(waiting), 503)
         server.gate.set()
+
+
+def test_a_request_that_waits_for_room_is_told_of_the_end() -> None:
+    """`app._Guard` alone: a server that ends cancels its requests, of which this one has no place yet."""
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def ended() -> None:
+        options = SimpleNamespace(most_connections=0, hosts=None, api_key=None)
+        guard: Any = app._Guard(None, options, SimpleNamespace(responded=lambda path, status: None))  # type: ignore[arg-type]
+        scope = {"type": "http", "path": "/v1/completions", "headers": [], "method": "POST", "query_string": b""}
+        task = asyncio.create_task(guard(scope, None, send))
+        await asyncio.sleep(0.01)
+        assert not sent and task.cancel()
+        await task
+
+    asyncio.run(ended())
+    assert sent[0]["status"] == 503 and b"the server is stopping" in sent[1]["body"]
 
 
 @pytest.mark.parametrize("early", [True, False])

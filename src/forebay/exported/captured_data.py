@@ -26,7 +26,15 @@ from forebay.rewriter.ir.graph import (
     WeightSpec,
 )
 from forebay.rewriter.ir.plan import Workload
-from forebay.rewriter.ir.state import STATE_KINDS, StateInput, StateSpec, format_of_rows, state_name
+from forebay.rewriter.ir.state import (
+    STATE_KINDS,
+    KVState,
+    LentKVState,
+    StateInput,
+    StateSpec,
+    format_of_rows,
+    state_name,
+)
 
 MOST_ELEMENTS = 1 << 40  # of a weight, of a cache per token: beyond any model, and bytes of tensors still fit 64 bits
 SMALL = Workload(batch=2, prompt=3, new_tokens=9)  # sizes at which a graph that was read is looked at
@@ -208,8 +216,9 @@ def _check_names(captured: CapturedModel) -> None:
         raise ValueError("graphs.layer_weights, graphs.states: not one for each layer")
     marks = [(node.name, node.meta.get(META)) for node in step.find_nodes(op="placeholder")]
     kept = sorted((m.layer, m.kind, m.tensor, name) for name, m in marks if isinstance(m, StateInput))
-    if kept != sorted((i, spec.kind, tensor.name, state_name(tensor.name, i)) for i, states in
-                      enumerate(captured.states) for spec in states for tensor in spec.tensors):
+    if kept != sorted((i, KVState.kind if isinstance(spec, LentKVState) else spec.kind, tensor.name,
+                       state_name(tensor.name, i)) for i, states in enumerate(captured.states)
+                      for spec in states for tensor in spec.tensors):
         raise ValueError("graphs.step: its inputs for states are not those of graphs.states")
     named = {m.name for _, m in marks if isinstance(m, WeightInput)}
     odd = sorted((named - known) | (set(captured.weights) - named) | {

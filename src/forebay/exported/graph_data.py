@@ -58,6 +58,10 @@ def dtype_named(name: object) -> torch.dtype:
 def graph_to_data(gm: fx.GraphModule, where: str) -> list[dict[str, Any]]:
     """The nodes of a captured graph. ExportError, naming the layer by `where`, for what the schema cannot hold."""
     sizes: dict[object, str] = {}
+    for node in gm.graph.find_nodes(op="placeholder"):
+        first = next(iter(node.meta["val"].shape), 0)
+        if not isinstance(first, int):  # hidden states may have another dimension before [B, S, H] (Gemma 3n)
+            _input_to_data(node, sizes, where)
     return [_node_to_data(node, sizes, where) for node in gm.graph.nodes]
 
 
@@ -241,7 +245,7 @@ def _is_cache(operand: Any) -> bool:
 
 def _shape_from_data(shape: object) -> tuple[int | str, ...]:
     if not isinstance(shape, list) or not all(
-            (type(n) is int and 0 <= n < 1 << 40) or n in (*SIZES[i : i + 1], *"S"[: i > 1])
+            (type(n) is int and 0 <= n < 1 << 40) or n in (*SIZES[i : i + 1], *SIZES[: min(i, 2)])
             for i, n in enumerate(shape)):
         raise ValueError(f"shape: expected sizes, or {', '.join(SIZES)} in their places")
     return tuple(shape)

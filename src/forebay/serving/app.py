@@ -127,21 +127,22 @@ class _Guard:
             await send(message)
 
         refusal = self._refusal(headers, path)
-        if refusal is None and path not in OPEN and not await self._finds_room():
-            refusal = Refusal(503, f"{self._under_way} requests are under way; try again later")
-        if refusal is not None:
-            await _refused(HttpRequest(scope), refusal)(scope, receive, counted)
-            return
-        self._under_way += 1
         try:
-            await self.app(scope, receive, counted)
+            if refusal is None and path not in OPEN and not await self._finds_room():
+                refusal = Refusal(503, f"{self._under_way} requests are under way; try again later")
+            if refusal is not None:
+                await _refused(HttpRequest(scope), refusal)(scope, receive, counted)
+                return
+            self._under_way += 1
+            try:
+                await self.app(scope, receive, counted)
+            finally:
+                self._under_way -= 1
+                self._ended.set()
         except asyncio.CancelledError:  # the server ends, and its time to finish is over
             if began:
                 raise
             await _refused(HttpRequest(scope), Refusal(503, STOPPING))(scope, receive, counted)
-        finally:
-            self._under_way -= 1
-            self._ended.set()
 
     async def _finds_room(self) -> bool:
         """Return whether there is room, after a short wait: closed connections take a moment to end their requests."""
