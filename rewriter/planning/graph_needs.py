@@ -62,11 +62,13 @@ def weight_uses(step: fx.GraphModule, constants: set[str]) -> list[WeightUse]:
         rows = value.shape[0] if value.dim() else 1
         tiles = value.dim() == 2 and all(r.tiles for _, r in readings)
         nbytes = value.numel() * value.element_size()
+        share, outputs, picks = _picked([r for _, r in readings])
         found.append((first, WeightUse(name, nbytes, rows, tiles, any(r.lookup for _, r in readings), bool(products),
-                                       node.meta[META].format, str(value.dtype)[6:],
-                                       tuple(call.meta["layer"] for call in node.users if call.op == "call_module"),
-                                       max(0, max((r.rows for _, r in readings), default=0) - tokens),
-                                       *_picked([r for _, r in readings]))))
+                                       format=node.meta[META].format, dtype=str(value.dtype)[6:],
+                                       layers=tuple(call.meta["layer"] for call in node.users
+                                                    if call.op == "call_module"),
+                                       more_rows=max(0, max((r.rows for _, r in readings), default=0) - tokens),
+                                       share=share, outputs=outputs, picks=picks)))
     return [use for _, use in sorted(found, key=lambda pair: pair[0])]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 
 from forebay.rewriter.ir.cache_layout import TAIL, StagedLayer
 from forebay.rewriter.ir.graph import Layout
@@ -29,6 +29,7 @@ class WeightUse:
     tileable: bool  # every streaming reader accepts row tiles
     lookup: bool  # read by row lookup
     product: bool  # read by something other than a lookup
+    _: KW_ONLY
     format: str = "native"
     dtype: str = "float32"  # of the values where they are stored as they are
     layers: tuple[int, ...] = ()  # that read it
