@@ -29,6 +29,7 @@ TYPICAL_LANES, MOST_DIM = 256, 640
 LATENT = {"many": DecodeTile(32, 8, 3), "few": DecodeTile(64, 8, 2)}
 AMD_LATENT = {16: DecodeTile(32, 4, 2), 32: DecodeTile(16, 4, 2)}  # by rows of scores; eight warps would spill 271
 WIDE = DecodeTile(32, 8, 2)
+CHUNK_LANES, CHUNK_POSITIONS = 64, 64  # of a chunk of a packed row (`gpu_wide`), and of shares of such rows
 LEAST_POSITIONS = 128  # of a share of such rows: they take about as long as to write and read its results
 DEQUANTISED = DecodeTile(64, 4, 3)
 # Dequantized to fp32, by lanes: three products take the place of one, and their factors registers.
@@ -38,11 +39,13 @@ PROGRAMS_PER_PROCESSOR = 8
 
 
 class DecodeProduct(NamedTuple):
-    """How a program multiplies: rows of the scores, query heads among them, codes as they are (`gpu_codes`)."""
+    """How a program multiplies: rows of the scores, query heads among them, codes as they are (`gpu_codes`), packed
+    rows in chunks (`gpu_wide`)."""
 
     rows: int
     heads: int
     folded: bool
+    wide: bool = False
 
 
 def product(
@@ -53,6 +56,12 @@ def product(
     lanes = lane_count(head_dim, group)
     groups = lanes // lane_width(head_dim, group)
     rows = max(16, groups * heads)
+    # Codes that are taken as they are need fewer instructions for 32 rows of scores or less; 64 would spill 589 values.
+    chunks = head_dim > 128 and _chunk_lanes(head_dim, group) < lanes <= TYPICAL_LANES
+    if chunks and itemsize == 2 and not amd and (bits == 8 or (bits == 4 and rows > 32)):
+        # Products of 16 rows take values from registers: kv8 would spill on Hopper.
+        rows = 64 if hopper and bits == 8 else 16
+        return DecodeProduct(rows, rows, False, True)
     # Rows of codes that are whole words by group, words for both products, registers for 256 lanes of 4 bits.
     # On AMD, without the byte permutations, it would spill up to 124 values of 512 registers.
     if bits and itemsize == 2 and not amd and group * bits % 32 == 0 and 256 <= lanes * bits <= 1024 and rows <= 64:
@@ -60,7 +69,7 @@ def product(
     if bits and head_dim > TYPICAL_LANES:  # more rows of scores would spill
         many = hopper and not amd and head_dim <= 576
         rows = 64 if many else 16 if heads <= 16 or amd else 32
-        return DecodeProduct(rows, rows, False)
+        return DecodeProduct(rows, rows, False, True)
     # Before Hopper a product's factor is in registers: 64 rows of more than 256 values would spill.
     rows = min(64 if (hopper and not amd) or head_dim <= TYPICAL_LANES else 32, max(16, heads))
     return DecodeProduct(rows, rows, False)
@@ -98,6 +107,13 @@ def lane_width(head_dim: int, group: int) -> int:
     return lane_count(head_dim, group) if wide >= head_dim else wide
 
 
+def _chunk_lanes(head_dim: int, group: int) -> int:
+    """Lanes of all chunks of a row, each of CHUNK_LANES or of one wider group."""
+    width = _power_of_two(group)
+    lanes = max(CHUNK_LANES, width)
+    return row_sizes.group_count(head_dim, group * (lanes // width)) * lanes
+
+
 def _power_of_two(least: int) -> int:
     return 1 << (least - 1).bit_length()
 
@@ -107,8 +123,10 @@ def part_nbytes(group_heads: int, dim: int) -> int:
     return 4 * group_heads * (dim + 2)
 
 
-def resident_programs(dim: int, lanes: int, itemsize: int, bits: int) -> int:
+def resident_programs(dim: int, lanes: int, itemsize: int, bits: int, wide: bool = False) -> int:
     """Programs that a multiprocessor holds at once, as the audit counts them on sm_80 and sm_90."""
+    if wide:
+        return 4 if bits == 4 else 2
     row_nbytes = lanes * itemsize
     if bits and itemsize == 4:
         return 1 if lanes > 64 else 2
@@ -167,8 +185,11 @@ def share_count(shape: DecodeShape, product: DecodeProduct, processors: int) -> 
     if dim > TYPICAL_LANES:
         each_once = processors // max(1, rows * -(-group_heads // product.heads))
         return max(1, min(each_once, capacity // LEAST_POSITIONS))
-    sizes = tile(lanes, itemsize, bits, product.folded).positions, part_nbytes(group_heads, dim), position_nbytes
-    return split_count(rows, capacity, *sizes, processors, resident_programs(dim, lanes, itemsize, bits))
+    # Chunks have one number of positions here: plans count shares without knowing the GPU's generation.
+    positions = CHUNK_POSITIONS if product.wide else tile(lanes, itemsize, bits, product.folded).positions
+    resident = resident_programs(dim, lanes, itemsize, bits, product.wide)
+    return split_count(
+        rows, capacity, positions, part_nbytes(group_heads, dim), position_nbytes, processors, resident)
 
 
 def counters_nbytes(batch: int, heads: int) -> int:

@@ -8,7 +8,7 @@ row, in the same program, by the synchronised online softmax; shares carry the m
 for both kinds. Below, the largest score decides rather than each score: a term far below the largest adds nothing.
 
 Loops over values are in `gpu_values`; over rows whose codes the tensor cores take as they are, in `gpu_codes`. Packed
-rows of more than 256 values have a kernel of their own, `gpu_wide`.
+rows of more than 256 values, or of three chunks of 64 lanes, have a kernel of their own, `gpu_wide`.
 """
 
 from __future__ import annotations
@@ -232,7 +232,7 @@ def bind_view(
         sizes = group_heads, dim, view.constants["DP"], q.dtype.itemsize, view.constants["BITS"]
         shape = DecodeShape(batch * kv_heads, capacity, position_nbytes, *sizes)
         splits = share_count(shape, product, processor_count(q.device))
-    merged, wide = splits <= MERGED and dim <= TYPICAL_LANES, dim > TYPICAL_LANES and view.constants["BITS"] > 0
+    merged = splits <= MERGED and dim <= TYPICAL_LANES and not product.wide
     scale_log2, cap = score_factors(scoring.scale, scoring.softcap)
     limit = register_limit(view, product.folded, q.dtype == torch.bfloat16)
     shares = batch * heads * splits
@@ -242,7 +242,7 @@ def bind_view(
 
     def launches(scratch: Tensor, counters: Tensor) -> list[KernelCall]:
         part, stat = scratch[:part_end].view(torch.float32), scratch[stat_at:].view(torch.float32)
-        made = [wide_call(q, cache, scoring, product, splits, part, stat) if wide else kernel_call(
+        made = [wide_call(q, cache, scoring, product, splits, part, stat) if product.wide else kernel_call(
             decode_attention_kernel, (splits, batch * kv_heads, triton.cdiv(group_heads, product.heads)),
             q, *view.pointers, start, given_sinks, counters, part, stat, out, q.stride(0), q.stride(1), *view.strides,
             out.stride(0), out.stride(1), kv_heads, group_heads, splits, scoring.window, scale_log2, cap,

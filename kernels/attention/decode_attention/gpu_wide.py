@@ -1,9 +1,10 @@
-"""Decode attention over packed rows of more than 256 values, as those of latents, in Triton.
+"""Decode attention over packed rows in chunks, in Triton: rows of more than 256 values, as those of latents, or of 192.
 
-A row is taken in chunks of about 64 values, each of whole groups: a whole row and its results would not fit in
-registers. Queries are rotated once by each program; the kernel that merges shares rotates results back. On Hopper a
-program takes 64 rows of scores, padded or not: its products then take rows and queries from shared memory, where a row
-is unpacked once, and leave the registers to the results.
+A row is taken in chunks of about 64 values, each of whole groups. More than 256 values and their results would not fit
+in registers at once, and 192 would take the lanes of 256. Queries are rotated once by each program; the kernel that
+merges shares rotates results back. On Hopper a program takes 64 rows of scores, padded or not, but for 192 values in
+kv4: its products then take rows and queries from shared memory, where a row is unpacked once, and leave the registers
+to the results.
 """
 
 from __future__ import annotations
@@ -12,7 +13,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from forebay.kernels.attention.decode_attention.decode_shares import DecodeProduct, DecodeTile
+from forebay.kernels.attention.decode_attention.decode_shares import (  # fmt: skip
+    CHUNK_LANES,
+    TYPICAL_LANES,
+    DecodeProduct,
+    DecodeTile,
+)
 from forebay.kernels.attention.decode_attention.gpu_codes import is_seen
 from forebay.kernels.attention.scoring import Scoring
 from forebay.kernels.gpu_support.cache_codes import per_lane, values_of_bytes
@@ -33,7 +39,7 @@ from forebay.kernels.gpu_support.launches import KernelCall, kernel_call
 from forebay.kernels.gpu_support.rotation import rotated
 from forebay.kernels.products.linear.selection import AMD
 
-CHUNK = tl.constexpr(64)  # lanes
+CHUNK = tl.constexpr(CHUNK_LANES)
 # By rows of scores: more positions would spill.
 TILES = {16: DecodeTile(64, 8, 2), 32: DecodeTile(32, 8, 2), 64: DecodeTile(64, 8, 2)}
 AMD_TILE = DecodeTile(32, 4, 2)
@@ -163,9 +169,13 @@ def wide_attention_kernel(
     tl.store(stat_ptr + share * 2 + 1, total, mask=present)
 
 
-def wide_tile(rows: int, amd: bool = AMD) -> DecodeTile:
-    """The tile for so many rows of scores."""
-    return AMD_TILE if amd else TILES[rows]
+def wide_tile(rows: int, dim: int, bits: int, amd: bool = AMD) -> DecodeTile:
+    """The tile for so many rows of scores, over rows of dim values of so many bits."""
+    if amd or dim > TYPICAL_LANES:
+        return AMD_TILE if amd else TILES[rows]
+    # In kv8, 64 positions would spill with 16 rows of scores, and with the masks of chunks that are not full.
+    few = bits == 8 and (rows == 16 or dim % CHUNK_LANES > 0)
+    return DecodeTile(32 if few else 64, 4, 3)
 
 
 def wide_call(
@@ -173,7 +183,8 @@ def wide_call(
 ) -> KernelCall:
     """The launch over `cache` for q [B, H, D], in `splits` shares, whose results go to part and stat."""
     view, kv_heads, group_heads = cache.view, cache.kv_heads, q.shape[1] // cache.kv_heads
-    chosen, (scale_log2, cap) = wide_tile(product.rows), score_factors(scoring.scale, scoring.softcap)
+    chosen = wide_tile(product.rows, view.constants["D"], view.constants["BITS"])
+    scale_log2, cap = score_factors(scoring.scale, scoring.softcap)
     return kernel_call(
         wide_attention_kernel, (splits, q.shape[0] * kv_heads, triton.cdiv(group_heads, product.rows)),
         q, *view.pointers, cache.start, part, stat, q.stride(0), q.stride(1), *view.strides, kv_heads, group_heads,

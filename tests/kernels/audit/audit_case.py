@@ -23,6 +23,7 @@ PHI_2 = HeadShape(32, 32, 80)
 PHI_3_MINI = HeadShape(32, 32, 96)
 GPT_OSS = HeadShape(64, 8, 64)
 DEEPSEEK_V3, DEEPSEEK_V2_LITE = HeadShape(128, 1, 576), HeadShape(16, 1, 576)  # over latent rows
+NEMOTRON_4_340B = HeadShape(96, 8, 192)
 GEMMA_4 = HeadShape(16, 2, 512)  # its layers without a window
 
 

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 from selection import ALL
 
-from forebay.kernels.attention.decode_attention.decode_shares import lane_count, resident_programs
+from forebay.kernels.attention.decode_attention.decode_shares import lane_count, product, resident_programs
 from forebay.kernels.formats import row_sizes
 from tests.kernels.audit import audit_kernels, record
 from tests.kernels.audit.audit_case import AuditCase
@@ -81,17 +81,19 @@ def test_hot_loops_are_found_in_real_kernels(audited: list[dict]) -> None:
 
 
 def test_decoding_counts_the_programs_that_a_multiprocessor_holds(audited: list[dict]) -> None:
-    held: dict[tuple[int, int, int], set[int]] = {}
+    held: dict[tuple[int, int, int, int], set[int]] = {}
     for r in audited:
-        found = re.fullmatch(r"(?:decode_attention/unified|attention_q/decode-kv(\d))/(\d+)x.*-\w+", r["name"])
+        found = re.fullmatch(r"(?:decode_attention/unified|attention_q/decode-kv(\d))/(\d+)x(\d+)/(\d+)-\w+", r["name"])
         if found and r["hot"]:
-            shape = int(found[2]), 4 if r["name"].endswith("fp32") else 2, int(found[1] or 0)
+            group_heads = int(found[3]) // int(found[4])
+            shape = int(found[2]), 4 if r["name"].endswith("fp32") else 2, int(found[1] or 0), group_heads
             held.setdefault(shape, set()).add(r["hot"]["programs"])
     assert len(held) >= 6
-    for (dim, itemsize, bits), programs in held.items():
-        lanes = lane_count(dim, row_sizes.cache_group_size(dim, bits) if bits else dim)
-        assert resident_programs(dim, lanes, itemsize, bits) <= max(programs), (dim, itemsize, bits)
-        assert resident_programs(dim, lanes, itemsize, bits) >= min(programs), (dim, itemsize, bits)
+    for (dim, itemsize, bits, group_heads), programs in held.items():
+        group = row_sizes.cache_group_size(dim, bits) if bits else dim
+        wide = product(dim, group, bits, itemsize, group_heads, amd=False).wide
+        counted = resident_programs(dim, lane_count(dim, group), itemsize, bits, wide)
+        assert min(programs) <= counted <= max(programs), (dim, itemsize, bits, group_heads)
 
 
 SAMPLE = """

@@ -167,10 +167,38 @@ def test_rows_of_latents_as_compiled(with_ptx: list[str], bits: int, dim: int, d
     assert all("cvt.rn" in block for block in with_ptx) and with_ptx
 
 
+@pytest.mark.parametrize(("bits", "dim", "dtype"), [(8, 192, torch.bfloat16), (4, 192, torch.float16),
+                                                    (8, 160, torch.float16), (4, 160, torch.bfloat16)])
+def test_rows_of_three_chunks_as_compiled(with_ptx: list[str], bits: int, dim: int, dtype: torch.dtype) -> None:
+    """By the synchronised softmax, which takes no heed of a range of scores."""
+    cache = packed_cache((70, 5), 2, dim, bits)
+    assert decode_shares.product(dim, cache.group, bits, 2, 12, False).wide
+    q = cache.queries(24, dtype)
+    for scores, window, softcap in ((SoftmaxRange(40.0, -1e4, 1e4), 0, 0.0), (SYNCHRONISED, 11, 3.0)):
+        found = decode(cache, q, scores, window, softcap, splits=2)
+        assert relative_error(found, cache.expected(q, window, softcap)) <= LIMIT[dtype]
+    assert all("cvt.rn" in block for block in with_ptx) and with_ptx
+
+
 def test_rows_that_no_words_hold_are_dequantized_first() -> None:
     assert not decode_shares.product(72, 36, 4, 2, 1, False).folded  # groups of 18 bytes
     assert not decode_shares.product(32, 32, 4, 2, 1, False).folded  # four words to a row
     assert not decode_shares.product(128, 64, 4, 2, 64, False).folded  # 128 rows of heads and groups
     assert not decode_shares.product(128, 32, 4, 4, 1, False).folded  # fp32
-    assert decode_shares.product(128, 32, 4, 2, 4, False) == (16, 4, True)
-    assert decode_shares.product(64, 64, 8, 2, 3, False) == (16, 8, True)
+    assert decode_shares.product(128, 32, 4, 2, 4, False) == (16, 4, True, False)
+    assert decode_shares.product(64, 64, 8, 2, 3, False) == (16, 8, True, False)
+    assert decode_shares.product(192, 32, 4, 2, 4, False) == (32, 4, True, False)
+
+
+def test_rows_of_three_chunks_take_no_padding() -> None:
+    """Plans count their shares as of Hopper; a GPU before it takes as many."""
+    assert decode_shares.product(192, 32, 4, 2, 5, False) == (16, 16, False, True)
+    assert decode_shares.product(192, 64, 8, 2, 1, False) == (64, 64, False, True)
+    assert decode_shares.product(192, 64, 8, 2, 1, False, hopper=False) == (16, 16, False, True)
+    for bits, group, row_nbytes in ((4, 32, 120), (8, 64, 204)):
+        shape = decode_shares.DecodeShape(8, 16384, 2 * row_nbytes, 12, 192, 256, 2, bits)
+        products = [decode_shares.product(192, group, bits, 2, 12, False, hopper) for hopper in (True, False)]
+        assert len({decode_shares.share_count(shape, product, 132) for product in products}) == 1
+    for dim, group, bits, itemsize, amd in ((192, 64, 8, 4, False), (192, 64, 8, 2, True), (192, 192, 0, 2, False),
+                                            (256, 64, 8, 2, False), (192, 192, 8, 2, False), (112, 40, 4, 2, False)):
+        assert not decode_shares.product(dim, group, bits, itemsize, 12, amd).wide

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import random
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -96,6 +97,25 @@ def test_a_long_sequence_is_split(dim: int, group: int, windows: tuple[int, ...]
         assert relative_error(found, wanted) <= LIMIT[torch.float16]
 
 
+@pytest.mark.parametrize("hopper", (True, False))
+@pytest.mark.parametrize(("bits", "dim"), [(8, 192), (4, 192), (8, 160), (4, 160), (8, 144)])
+def test_rows_of_three_chunks(bits: int, dim: int, hopper: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lengths, heads, windows, limits of scores and shares by chance, as Hopper and GPUs before it take them."""
+    draw, group = random.Random(dim + bits + hopper), row_sizes.cache_group_size(dim, bits)
+    monkeypatch.setattr(gpu.decode_attention, "before_hopper", lambda device: not hopper)
+    dtype, kv_heads, group_heads = draw.choice(DTYPES[:2]), draw.choice((1, 2)), draw.choice((5, 12, 17))
+    assert gpu.decode_attention.decode_shares.product(dim, group, bits, 2, group_heads, False, hopper).wide
+    ends = [draw.randint(1, 12), draw.randint(60, 160)]
+    window, softcap = draw.choice((0, draw.randint(1, 150), -draw.randint(1, 150))), draw.choice((0.0, 3.0))
+    k, v = made(ends, kv_heads, dim, bits, group)
+    q, start = queries(ends, kv_heads * group_heads, 1, dim, dtype), torch.tensor(ends) - 1
+    wanted = attention_q.reference(q, k, v, start, dim**-0.5, window, softcap, bits, group)
+    for splits in (None, draw.randint(1, 8)):
+        out = torch.full((2, 1, q.shape[1], dim), math.nan, dtype=dtype)
+        gpu.attention_q(q, k, v, start, Scoring(dim**-0.5, window, softcap), bits, group, out, splits)
+        assert relative_error(out, wanted) <= LIMIT[dtype], (ends, group_heads, window, softcap, splits)
+
+
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("new", (1, 20))
 @pytest.mark.parametrize("value", (math.nan, math.inf))
@@ -138,7 +158,8 @@ def test_rows_of_latents(value: float) -> None:
 
 
 @pytest.mark.parametrize(("dim", "bits", "new"), [(64, 4, 1), (128, 8, 1), (112, 4, 1), (80, 8, 1), (576, 8, 1),
-                                                  (576, 4, 1), (576, 8, 5), (288, 8, 5)])
+                                                  (576, 4, 1), (576, 8, 5), (288, 8, 5), (192, 8, 1),
+                                                  (192, 4, 1)])
 @pytest.mark.parametrize("dtype", (torch.float16, torch.float32))
 def test_what_a_call_takes_is_counted(
     monkeypatch: pytest.MonkeyPatch, dim: int, bits: int, new: int, dtype: torch.dtype
@@ -147,9 +168,10 @@ def test_what_a_call_takes_is_counted(
     if dim > 256 and dtype == torch.float32:
         pytest.skip("rows of more than 256 values are in 16 bits")
     group, row = row_sizes.cache_group_size(dim, bits), row_sizes.cache_row_nbytes(dim, bits)
-    q, cache = torch.zeros(1, 4, new, dim, dtype=dtype), torch.zeros(1, 1, 2048, row, dtype=torch.uint8)
+    heads = 12 if dim == 192 else 4
+    q, cache = torch.zeros(1, heads, new, dim, dtype=dtype), torch.zeros(1, 1, 2048, row, dtype=torch.uint8)
     call = gpu.bind_attention_q(q, cache, cache, torch.zeros(1, dtype=torch.int64), Scoring(1.0), bits, group,
-                                torch.empty(1, new, 4, dim, dtype=dtype))  # fmt: skip
+                                torch.empty(1, new, heads, dim, dtype=dtype))  # fmt: skip
     taken, empty = [], torch.empty
 
     def counted(*shape: int, **options: object) -> Tensor:
@@ -160,7 +182,7 @@ def test_what_a_call_takes_is_counted(
     call()
     monkeypatch.undo()
     nbytes = sum(t.nbytes for t in taken)
-    assert nbytes > 4 * 4 * (dim + 2)  # more than one share
+    assert nbytes > 4 * heads * (dim + 2)  # more than one share
     assert nbytes <= gpu_workspace_nbytes(Tensors((q, cache, cache), {}, ()), bits, group) <= nbytes + (64 << 10)
 
 

@@ -7,7 +7,13 @@ from typing import Any
 
 import torch
 
-from forebay.kernels.attention.decode_attention.decode_shares import DecodeShape, part_nbytes, product, share_count
+from forebay.kernels.attention.decode_attention.decode_shares import (  # fmt: skip
+    DecodeProduct,
+    DecodeShape,
+    part_nbytes,
+    product,
+    share_count,
+)
 from forebay.kernels.attention.decode_attention.gpu_wide import wide_attention_kernel, wide_tile
 from forebay.kernels.formats import row_sizes
 from forebay.kernels.gpu_support.cache_rows import packed_view, unit_of
@@ -18,6 +24,7 @@ from tests.kernels.audit.audit_case import (  # fmt: skip
     DEEPSEEK_V3,
     GEMMA_2_9B,
     LLAMA_3_8B,
+    NEMOTRON_4_340B,
     SMOLLM2_135M,
     AuditCase,
     HeadShape,
@@ -37,9 +44,12 @@ def _case(
     group, row_nbytes = row_sizes.cache_group_size(dim, bits), row_sizes.cache_row_nbytes(dim, bits)
     rows = torch.empty(1, kv_heads, 2, row_nbytes, dtype=torch.uint8)
     view = packed_view(rows, rows, dim, bits, group)
-    name = f"attention_q/{kind}-kv{bits}"
-    if same_rows(view):
-        made = _wide_case(name, bits, dtype, shape, view, row_nbytes, **how)
+    name, same = f"attention_q/{kind}-kv{bits}", same_rows(view)
+    chosen = product(dim, group, bits, 4 if dtype == "fp32" else 2, shape.heads // kv_heads, how.get("amd", False),
+                     how.get("hopper", True))
+    if queries == 1 and chosen.wide:
+        position_nbytes = row_nbytes if same else 2 * row_nbytes
+        made = _wide_case(name, bits, dtype, shape, view, position_nbytes, chosen, **how)
     elif queries == 1:
         made = decode_attention.case(name, dtype, view, shape, 2 * row_nbytes, **how)
         made = replace(made, aim=0.7 if dim == 128 and dtype != "fp32" else 0.0)
@@ -49,20 +59,21 @@ def _case(
 
 
 def _wide_case(
-    name: str, bits: int, dtype: str, shape: HeadShape, view: CacheView, row_nbytes: int, amd: bool, hopper: bool
-) -> AuditCase:
-    """One sequence of 16384 positions of latent rows."""
-    length, (heads, kv_heads, dim) = 16384, shape
-    chosen = product(dim, view.constants["G"], bits, 2, heads // kv_heads, amd, hopper)
-    sizes = DecodeShape(kv_heads, length, row_nbytes, heads // kv_heads, dim, view.constants["DP"], 2, bits)
-    tile, minimum = wide_tile(chosen.rows, amd), length * row_nbytes + 4 * heads * dim
+    name: str, bits: int, dtype: str, shape: HeadShape, view: CacheView, position_nbytes: int, chosen: DecodeProduct,
+    amd: bool = False, hopper: bool = True,
+) -> AuditCase:  # fmt: skip
+    """One sequence of 16384 positions of latent rows, or of rows in chunks."""
+    length, (heads, kv_heads, dim), same = 16384, shape, same_rows(view)
+    group_heads = heads // kv_heads
+    sizes = DecodeShape(kv_heads, length, position_nbytes, group_heads, dim, view.constants["DP"], 2, bits)
+    tile, minimum = wide_tile(chosen.rows, dim, bits, amd), length * kv_heads * position_nbytes + 4 * heads * dim
     signature = {"q_ptr": f"*{dtype}", "k_ptr": "*u8", "v_ptr": "*u8", "start_ptr": "*i64"}
     signature |= {"part_ptr": "*fp32", "stat_ptr": "*fp32"}
     strides = ("qb", "qh", "kb", "kh", "kr", "vb", "vh", "vr")
     signature |= dict.fromkeys((*strides, "kv_heads", "group_heads", "splits", "window"), "i32")
     signature |= dict.fromkeys(("scale_log2", "softcap"), "fp32")
     constants = {name: view.constants[name] for name in ("BITS", "D", "G", "GP")}
-    constants |= {"CAPPED": False, "UNIT": view.unit, "POWER": view.power, "SAME": True, "PTX": not amd}
+    constants |= {"CAPPED": False, "UNIT": view.unit, "POWER": view.power, "SAME": same, "PTX": not amd}
     return AuditCase(
         name=f"{name}/{dim}x{heads}/{kv_heads}-{dtype}{'/amd' if amd else '' if hopper else '/ampere'}",
         fn=wide_attention_kernel,
@@ -72,10 +83,11 @@ def _wide_case(
         num_stages=tile.num_stages,
         divisible=(*(n for n, kind in signature.items() if kind.startswith("*")), *strides[:2]),
         uses_dot=True,
-        bytes_moved=minimum + 2 * share_count(sizes, chosen, SM_COUNT) * part_nbytes(heads, dim),
+        main_operands=1 if same else 2,
+        bytes_moved=minimum + 2 * kv_heads * share_count(sizes, chosen, SM_COUNT) * part_nbytes(group_heads, dim),
         minimum_bytes=minimum,
-        most_moved=8.0,  # what shares write stays in the L2
-        turn_nbytes=tile.positions * row_nbytes,
+        most_moved=8.0 if same else 1.125,  # what shares write stays in the L2
+        turn_nbytes=tile.positions * position_nbytes,
         archs=("gfx942",) if amd else ("sm_90",) if hopper else ("sm_80",),
     )
 
@@ -103,6 +115,9 @@ def audit_cases() -> list[AuditCase]:
         _case("latents", bits, "bf16", shape, amd=amd, hopper=hopper, in_suite=not amd)
         for bits in (8, 4) for shape in (DEEPSEEK_V3, DEEPSEEK_V2_LITE)
         for hopper, amd in ((True, False), (False, False), (True, True))
+    ]
+    cases += [
+        _case("decode", bits, "bf16", NEMOTRON_4_340B, hopper=hopper) for bits in (8, 4) for hopper in (True, False)
     ]
     for ampere in (False, True):
         cases += [
