@@ -4,6 +4,7 @@ launches finds it here."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import transformers
@@ -38,12 +39,17 @@ def experts() -> CapturedModel:
         moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2, pad_token_id=0))
 
 
-def latent() -> CapturedModel:
-    """A model whose layers keep latents."""
-    return capture_model(transformers.DeepseekV3Config(
-        vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=2, first_k_dense_replace=2,
-        num_attention_heads=4, num_key_value_heads=4, q_lora_rank=32, kv_lora_rank=24, qk_nope_head_dim=16,
-        qk_rope_head_dim=8, v_head_dim=12, head_dim=8, pad_token_id=0))
+LATENT: dict[str, Any] = dict(
+    vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=2, first_k_dense_replace=2,
+    num_attention_heads=4, num_key_value_heads=4, q_lora_rank=32, kv_lora_rank=24, qk_nope_head_dim=16,
+    qk_rope_head_dim=8, v_head_dim=12, head_dim=8, pad_token_id=0)
+
+
+def latent() -> Iterator[CapturedModel]:
+    """Models whose layers keep latents, and the keys of an indexer."""
+    yield capture_model(transformers.DeepseekV3Config(**LATENT))
+    yield capture_model(transformers.CONFIG_MAPPING["deepseek_v32"](
+        **LATENT, index_topk=4, index_head_dim=16, index_n_heads=2))
 
 
 def recurrent() -> Iterator[CapturedModel]:
@@ -73,10 +79,12 @@ def test_every_operator_is_launched_by_some_program() -> None:
     staged = Options(cache_tier="host", cache_tokens=4, micro_batches=2, checkpoints=(1, 1), checkpoint_format="act8")
     rows = rewrite_captured(packed(captured("llama"), embedding=True), Switches(), "kv8")
     chosen = Options(kv_blocks=0.5, cache_tier="disk", cache_tokens=8)
+    plain, indexed = latent()
     found = launched(rewritten("llama")) | launched(rewritten("gpt2"), staged) | launched(rows) | (
         launched(rewritten("opt"), chosen)) | launched(rewrite_captured(experts(), Switches())) | (
             launched(rewrite_captured(experts(), Switches()), Options(expert_slots=2), 450_000)) | (
-                launched(rewrite_captured(latent(), Switches()), Options(expand_latents=True)))
+                launched(rewrite_captured(plain, Switches()), Options(expand_latents=True))) | (
+                    launched(rewrite_captured(indexed, Switches())))
     found = found.union(*(launched(rewrite_captured(model, Switches()), Options(prompt_lookup_num_tokens=1))
                           for model in recurrent()))
     ours = {operator.name for operator in OPERATORS}

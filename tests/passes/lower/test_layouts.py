@@ -20,7 +20,8 @@ from forebay.rewriter.ir.program import Launch, TensorRef
 from forebay.runtime.run.bind import bind_launch
 
 aten, ours = torch.ops.aten, torch.ops.forebay
-STATES = ("short_conv", "linear_recurrence", "selective_scan", "wkv")  # write a state and give a result: torch does not
+# write a state and give a result: torch does not
+STATES = ("choose_tokens", "short_conv", "linear_recurrence", "selective_scan", "wkv")
 REFUSED = {("activation_append_q", 0, "turned"), ("activation_append_q", 0, "stepped")}  # by tracing
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {  # copies of a tensor that lie otherwise
     "dense": lambda t: t.contiguous(),
@@ -62,6 +63,9 @@ def cases() -> Iterator[tuple[str, Any, tuple]]:
     means = torch.randn(2, 2, 24, k.shape[3] // 8)
     yield "choose_blocks", ours.choose_blocks.default, (q[:, :, :1], means, start, start, 0.2, 0.5, 8)
     yield "mean_keys", ours.mean_keys.default, (k, means, start, start, 3, 8)
+    yield "choose_tokens", ours.choose_tokens.default, (
+        torch.randn(2, 3, 12, 16), torch.randn(2, 3, 12), torch.randn(2, 3, 16), torch.randn(2, 1, length, 16), start,
+        2)
     rows = torch.randn(2, 1, length, 16 + 8)
     yield "expanded_attention", ours.expanded_attention.default, (
         q, rows, rows, start, 0.2, 0, 0.0, torch.randn(4, 24 + 12, 16), 24)
