@@ -165,8 +165,8 @@ def _refuse_features(captured: CapturedModel, batching: BatchSchedule) -> None:
             if value and not (captured.rewindable and all(
                     spec.in_blocks for states in captured.states for spec in states)):
                 raise PlanError(f"{name} or plan.schedule.batching.{field}: the cache lies on the tier "
-                                f"{batching.cache.tier}, from where some states do not move in blocks; leave {name} "
-                                "out, or name no slower tier by cache_tier or policy")
+                                f"{batching.cache.tier}, from where some states move in no blocks; leave {name} out, "
+                                "or name no slower tier by cache_tier or policy")
     if batching.cache.cpu_attention and _keeps_latents(captured):
         raise PlanError("cpu_attention or plan.schedule.batching.cache.cpu_attention: a host attends over keys and "
                         "values, and this model keeps latents; leave it out")

@@ -109,7 +109,7 @@ def test_short_contexts_have_no_indexer(saved: Saved) -> None:
 
 def test_what_cannot_be_is_refused_before_it_runs(saved: Saved) -> None:
     folder, _ = saved("deepseek_v32")
-    with pytest.raises(PlanError, match=r"^batch_slots .* some states do not move in blocks"):
+    with pytest.raises(PlanError, match=r"^batch_slots .* some states move in no blocks"):
         opened(folder, cache_tier="disk", batch_slots=2)
     with pytest.raises(PlanError, match=f"a GPU has no kernel for this model's indexer, .* at most {CHOSEN} together"):
         opened(folder, machine="rtx4090")
