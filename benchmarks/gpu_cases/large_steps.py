@@ -40,7 +40,7 @@ def measure_throughput(scratch: Path, machine: Any, job: Row) -> Row:
 
 def decode_row(folder: Path, shape: RandomShape, machine: Any, batch: int, source: str, ranks: int = 1,
                look: Callable[[Any], Row] = lambda _: {}, **options: Any) -> Row:
-    """Decode steps of a model whose weights stream from `source`, beside the link's bandwidth; each of `ranks` has its
+    """Decode steps of a model whose weights stream from `source`, with the link's bandwidth. Each of `ranks` has its
     share of the budget. `look` describes the open model."""
     from forebay.api import wrap
 

@@ -55,7 +55,7 @@ def begin_peak() -> tuple[int, int]:
 
 
 def context_nbytes() -> int:
-    """What is taken of the GPU now that torch's allocator did not give out: by other processes, and by the driver."""
+    """Bytes of GPU memory in use that torch's allocator did not give out: of other processes, and of the driver."""
     free, total = torch.cuda.mem_get_info()
     return total - free - torch.cuda.memory_reserved()
 

@@ -74,7 +74,7 @@ def exchanges(lm: Any) -> Row:
 
 def measure_ranks(scratch: Path, machine: Any, job: Row) -> Row:
     """Decode steps of the large model; each rank streams its part over a link of its own, under its part of the budget.
-    The step's bound is the link's and the collectives' time, of which ranks overlap some."""
+    The bound of a step takes the link and the collectives as fully overlapped."""
     machine = joined(scratch, machine)
     folder = shared_model(scratch, offloaded.LARGE, torch.bfloat16)
     row = decode_row(folder, offloaded.LARGE, machine, job["batch"], job["source"], RANKS, exchanges, mesh=job["mesh"])

@@ -1,8 +1,7 @@
 """Attention of each query among rows of a cache that were chosen for it, on the CPU.
 
-The rows are gathered, and attention over what was gathered does the work, as each query has a choice of its own for all
-heads (DeepSeek-V3.2: arXiv 2512.02556, section 2.1). The first queries of a sequence, for which all positions were
-chosen, attend to the cache as it is, together.
+Each query has a choice of its own, for all heads (DeepSeek-V3.2: arXiv 2512.02556, section 2.1). Its rows are gathered,
+and attention runs over these. The first queries of a sequence see all positions, and attend to the cache together.
 """
 
 from __future__ import annotations
@@ -46,4 +45,3 @@ def attend_chosen(
                 attend(q[of, :, s : s + 1], keys, values, last, out[of, s : s + 1])()
 
     return run
-

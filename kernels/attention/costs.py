@@ -22,9 +22,9 @@ def attention_cost(use: Use) -> Cost:
     if chosen is None:
         return cost._replace(flops=int(attention_flops(batch, heads, queries, k.shape[2], width)))
     seen = min(k.shape[2], chosen.shape[2])
-    every, rows = nbytes_of(*use.args[1:2 if _attends_latents(use) else 3]), batch * queries * seen
+    every = nbytes_of(*use.args[1:2 if _attends_latents(use) else 3])
     read = every * queries * seen // k.shape[2]
-    return cost._replace(flops=int(attention_flops(rows // seen, heads, 1, seen, width)),
+    return cost._replace(flops=int(attention_flops(batch * queries, heads, 1, seen, width)),
                          read_nbytes=cost.read_nbytes - every + read)
 
 

@@ -28,8 +28,8 @@ FETCHED = 3  # rounds in which experts come where there is a slot for each
 
 
 class SlotState(NamedTuple):
-    """The sizes of a state: slots, experts of the table, and how many of these a step names at most; whether the
-    fetches run in order; and experts that are read `ahead` of what names them."""
+    """The sizes of a state: slots, experts of the table, and how many of these a step names at most. `in_order` says
+    whether fetches run in order. So many experts are read `ahead` of the step that names them."""
 
     slots: int
     experts: int

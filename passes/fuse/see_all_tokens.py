@@ -1,4 +1,4 @@
-"""Attend to all tokens where an indexer would choose no fewer: what chooses goes, and the weights that it reads."""
+"""Attend to all tokens where an indexer would choose no fewer: the indexer goes, and the weights that it reads."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def see_all_tokens(step: fx.GraphModule) -> None:
 
 
 def _without_choices(gm: fx.GraphModule) -> set[int]:
-    """Take out what chooses tokens, and inputs that were read for that alone; returns their places."""
+    """Erase operators that choose tokens, and inputs that they alone read; returns the positions of these inputs."""
     graph, inputs = gm.graph, gm.graph.find_nodes(op="placeholder")
     read = [bool(node.users) for node in inputs]
     for node in graph.find_nodes(op="call_function", target=CHOOSE_TOKENS.overload):

@@ -80,11 +80,11 @@ class PooledExperts:
                       (span_of(listed),), f"{self.node.name}_list", self.node.meta.get("layer", -1))
 
     def pool(self) -> TensorRef:
-        """All places at which an expert may begin."""
+        """All offsets at which an expert may begin."""
         return self._slots(self.source.replace(WEIGHT, POOL), self.sizes.slots)
 
     def memory_ahead(self) -> TensorRef:
-        """All places at which an expert may begin that is read ahead."""
+        """All offsets at which an expert that is read ahead may begin."""
         return self._slots(AHEAD, self.sizes.ahead)
 
     def _slots(self, symbol: str, slots: int) -> TensorRef:

@@ -65,7 +65,7 @@ def _is_fresh(node: object, written_by: fx.Node) -> bool:
 
 
 def _is_whole(node: object, part: fx.Node, written_by: fx.Node) -> bool:
-    """Return whether `node` made the memory of which `written_by` writes a `part`, and no older view is read later."""
+    """Return whether `node` made the memory that `written_by` writes a `part` of, and no older view is read later."""
     def passed(user: fx.Node) -> bool:
         return user < written_by and (_makes_memory(user) or all(map(passed, user.users)))
 

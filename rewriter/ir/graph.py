@@ -136,7 +136,7 @@ class Choices(Protocol):
         """For steps that make keys and values of latents; None where no attention reads latents as it must."""
 
     def seeing_all(self) -> CapturedModel:
-        """For contexts of which an indexer would choose all tokens."""
+        """For contexts with no more tokens than an indexer chooses."""
 
 
 @dataclass

@@ -121,7 +121,7 @@ class _MadeOnce:
         return self._once(_expanded, None)
 
     def seeing_all(self) -> CapturedModel:
-        """For contexts of which an indexer would choose all tokens."""
+        """For contexts with no more tokens than an indexer chooses."""
         return self._once(seeing_all, None)
 
     def _once(self, make: Callable[..., Any], how: object) -> Any:
@@ -168,7 +168,7 @@ def _expanded(captured: CapturedModel, switches: Switches, how: None) -> Capture
 
 
 def seeing_all(captured: CapturedModel, switches: Switches, how: None = None) -> CapturedModel:
-    """`captured` without its indexers, for contexts of which they would choose all tokens."""
+    """`captured` without its indexers, for contexts with no more tokens than they choose."""
     _fill(captured)
     step = with_blocks(captured)
     Stage(step, switches, "seeing_all", {}).run(next(each for each in PASSES if each.run is see_all_tokens),

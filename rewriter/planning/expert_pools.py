@@ -49,9 +49,11 @@ def named_of(use: WeightUse, tokens: int) -> float:
 def pool_buffers(
     slots_of: Iterable[tuple[WeightUse, int]], tokens: int, hop: bool = False, ahead: int = 0
 ) -> Iterator[tuple[str, str, int]]:
-    """Names, kinds and bytes of the buffers of the pools of tables, for steps over at most so many tokens in all: their
-    slots, their states, behind places of experts in them unless there is a `hop`, what picks give, and so many experts
-    of one table that are read `ahead`."""
+    """Names, kinds and bytes of the buffers of pools, for steps over at most so many tokens in all.
+
+    Each table has slots and a state; unless there is a `hop`, offsets of experts in their slots come before the state.
+    All tables share the results of picks, and memory for so many experts that are read `ahead`.
+    """
     most = room = 0
     for use, slots in slots_of:
         picks, entry = picks_of(use) * tokens, pool_room(use.nbytes // use.rows, hop)
